@@ -61,7 +61,10 @@ class Delta:
 
 
 class Request:
-    """`prompt_token_ids`: ids in [0, vocab). The scheduler fills the rest when the request is added."""
+    """`prompt_token_ids`: ids in [0, vocab); anything but 32-bit integers raises `RequestRefused`.
+
+    The scheduler fills the rest when the request is added.
+    """
 
     def __init__(
         self,
@@ -74,7 +77,7 @@ class Request:
         self.request_id = request_id
         self.params = params
         self.cache_salt = cache_salt
-        self._ids = np.array(prompt_token_ids, dtype=np.int32)  # a copy; grows by doubling
+        self._ids = _checked_ids(prompt_token_ids)  # grows by doubling
         self.prompt_len = self.num_tokens = len(self._ids)
         self.bitmask: Callable[[], Int32 | None] | None = None  # grammar hook: allowed tokens of the next draw
 
@@ -154,6 +157,18 @@ class Request:
             num_preemptions=self.num_preemptions,
             times=Times(**vars(self.times)),
         )
+
+
+def _checked_ids(ids: Sequence[int] | Int32) -> Int32:
+    """A copy of `ids` as int32; numpy alone would cut off fractions."""
+    try:
+        array = np.array(ids if len(ids) else np.zeros(0, np.int32))
+    except (TypeError, ValueError):  # no sequence, or one of sequences of unequal length
+        array = np.zeros(0)
+    limits = np.iinfo(np.int32)
+    if array.ndim != 1 or array.dtype.kind not in "iu" or (array < limits.min).any() or (array > limits.max).any():
+        raise RequestRefused("prompt_token_ids", "prompt_token_ids must be a flat list of 32-bit integers")
+    return array.astype(np.int32)
 
 
 def sample_spec(request: Request) -> SampleSpec:
