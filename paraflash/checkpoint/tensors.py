@@ -160,7 +160,7 @@ def _layer_tensors(model: ModelConfig, layer: LayerSpec, fp8: str) -> list[Tenso
 
 
 def split_range(total: int, rank: int, size: int) -> tuple[int, int]:
-    """[start, end) of `rank` when `total` units are cut into `size` runs of ceil(total / size); the last may be empty."""
+    """[start, end) of `rank` when `total` units are cut into `size` runs of ceil(total / size)."""
     step = -(-total // size)
     return min(rank * step, total), min((rank + 1) * step, total)
 
@@ -176,7 +176,7 @@ def vocab_range(vocab_size: int, tp_rank: int, tp_size: int) -> tuple[int, int]:
 
 
 def shard_slices(spec: TensorSpec, tp_rank: int, tp_size: int, ep_rank: int, ep_size: int) -> Slices | None:
-    """The part of a tensor that a rank holds, in values; None if it holds none (another rank's expert, Engram tables)."""
+    """The part of a tensor that a rank holds, in values; None for another rank's expert and for Engram tables."""
     whole = tuple(slice(0, n) for n in spec.shape)
     if spec.shard.kind == "engram":
         return None
