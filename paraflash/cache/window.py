@@ -1,0 +1,125 @@
+"""Sliding windows: which keys the rows of a rank read, which rows cross ranks for it, and what stays for later steps.
+
+A request's window lives in a ring of W slots (position p at slot * W + p % W), replicated over PCP ranks. In a step
+the keys of a layer are three runs of rows, and every index below points into their concatenation:
+
+    [ prior: ring rows of positions before this step | local: this rank's rows | halo: rows sent by all ranks ]
+
+A chunk's queries reach back at most W-1 rows, so each rank sends only the last W-1 rows of each of its segments; that
+gives every rank the predecessors of its chunks and the trailing window of every request. Pure numpy.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from paraflash.parallel.plan import Segment
+
+Ints = NDArray[np.int64]
+
+
+@dataclass(frozen=True)
+class Span:
+    """A request's share of a step: rows at positions [start, end). One per request, in step order."""
+
+    slot: int
+    start: int
+    end: int
+    is_prefill: bool
+    window_start: int  # first position whose window latent may be read
+    write_start: int  # compressed entries of earlier tokens exist already
+    block_ids: Ints
+
+    @property
+    def length(self) -> int:
+        return self.end - self.start
+
+
+@dataclass(frozen=True)
+class WindowPlan:
+    """Indices of one rank for one step; see the module's picture for the key rows they point into."""
+
+    prior_slots: Ints  # [n] ring slots to read
+    send_rows: Ints  # [s] local rows to send
+    send_counts: tuple[int, ...]  # rows that each rank sends
+    index: Ints  # [T, W] key row of each query's window, -1 where there is none
+    tail_rows: Ints  # [m] key rows, counted from the first local row, that stay in the ring
+    tail_slots: Ints  # [m] ring slots they go to
+
+
+def tail_of(segment: Segment, window: int) -> int:
+    """First position of a segment that other ranks may need."""
+    return max(segment.start, segment.end - (window - 1))
+
+
+def plan_window(
+    spans: Sequence[Span],
+    queries: Sequence[Segment],
+    sources: Sequence[Sequence[Segment]],
+    rank: int,
+    window: int,
+    send_from: Callable[[Segment], int] | None = None,
+) -> WindowPlan:
+    """Indices for the query segments of `rank`, whose step's keys are produced by `sources` (segments of all ranks).
+
+    `send_from` gives the first position of a segment that is sent; by default its last W-1 rows are. `queries` are
+    usually sources[rank]; they differ where rows are re-partitioned between producing keys and attending.
+    """
+    reach = window - 1
+    first_sent = send_from or (lambda segment: tail_of(segment, window))
+    local_rows = sum(s.length for s in sources[rank])
+
+    # Key row (from the first local row) of every position of the step that this rank can see; -1 elsewhere.
+    source_rows = [np.full(span.length, -1, dtype=np.int64) for span in spans]
+    send_counts, send_rows, row = [], [], local_rows
+    for number, segments in enumerate(sources):
+        count = 0
+        for segment in segments if len(sources) > 1 else ():
+            first = min(max(segment.start, first_sent(segment)), segment.end)
+            size = segment.end - first
+            start = spans[segment.request].start
+            source_rows[segment.request][first - start : segment.end - start] = np.arange(row, row + size)
+            if number == rank:
+                send_rows.append(segment.local_row + np.arange(first - segment.start, segment.length))
+            row += size
+            count += size
+        send_counts.append(count)
+    for segment in sources[rank]:
+        start = spans[segment.request].start
+        source_rows[segment.request][segment.start - start : segment.end - start] = segment.local_row + np.arange(segment.length)
+
+    prior_first = {}  # request -> (first prior position, key row of it)
+    prior_slots: list[Ints] = []
+    prior_count = 0
+    for segment in queries:
+        span = spans[segment.request]
+        first = max(span.window_start, span.start - reach, 0)
+        if segment.request in prior_first or first >= span.start or segment.start - reach >= span.start:
+            continue
+        prior_first[segment.request] = (first, prior_count)
+        prior_slots.append(span.slot * window + np.arange(first, span.start) % window)
+        prior_count += span.start - first
+
+    index = [np.zeros((0, window), np.int64)]
+    for segment in queries:
+        span = spans[segment.request]
+        position = np.arange(segment.start, segment.end)[:, None] + np.arange(-reach, 1)
+        in_step = source_rows[segment.request][np.clip(position - span.start, 0, span.length - 1)]
+        first, base = prior_first.get(segment.request, (0, 0))
+        key = np.where(position < span.start, base + position - first, prior_count + in_step)
+        index.append(np.where(position >= max(span.window_start, 0), key, -1))
+
+    tails = [np.arange(max(s.start, s.end - reach), s.end) for s in spans]
+    tail_rows = [source_rows[i][tail - spans[i].start] for i, tail in enumerate(tails)]
+    tail_slots = [spans[i].slot * window + tail % window for i, tail in enumerate(tails)]
+    return WindowPlan(
+        _concat(prior_slots), _concat(send_rows), tuple(send_counts), np.concatenate(index), _concat(tail_rows), _concat(tail_slots)
+    )
+
+
+def _concat(parts: Sequence[Ints]) -> Ints:
+    return np.concatenate([np.zeros(0, np.int64), *parts])

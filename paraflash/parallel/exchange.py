@@ -1,0 +1,65 @@
+"""How rows cross PCP ranks: every rank contributes some of its local rows, all ranks get all contributions.
+
+Shapes are fixed by the plan, so all ranks issue the same collective with the same padded shape even when they have no
+rows; pads are dropped on arrival. With one rank nothing is copied and nothing is sent.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from paraflash.parallel.mesh import Group
+
+
+class RowGather:
+    """Gathers counts[r] rows from each rank r into [sum(counts), ..], rank-major and without pads."""
+
+    def __init__(self, group: Group, counts: Sequence[int], label: str, device: torch.device | str = "cpu"):
+        self.group, self.counts, self.label = group, list(counts), label
+        if len(self.counts) != group.size:
+            raise ValueError(f"counts has {len(self.counts)} entries for a group of {group.size} ranks")
+        self.local = self.counts[group.rank]
+        self.padded = max(self.counts)
+        self.total = sum(self.counts)
+        self._full = group.size == 1 or all(c == self.padded for c in self.counts)
+        if not self._full:
+            kept = [r * self.padded + np.arange(c) for r, c in enumerate(self.counts)]
+            self._kept = torch.from_numpy(np.concatenate(kept)).to(device)
+
+    def _pad(self, x: Tensor) -> Tensor:
+        return x if x.shape[0] == self.padded else torch.cat([x, x.new_zeros(self.padded - x.shape[0], *x.shape[1:])])
+
+    def gather(self, x: Tensor) -> Tensor:
+        """x [counts[rank], ..] -> [total, ..]. No rank has rows: no collective."""
+        if x.shape[0] != self.local:
+            raise ValueError(f"{self.label}: {x.shape[0]} rows for a plan of {self.local}")
+        if self.group.size == 1 or self.padded == 0:
+            return x
+        gathered = self.group.all_gather(self._pad(x), self.label)
+        return gathered if self._full else gathered[self._kept]
+
+    def reduce_scatter(self, x: Tensor) -> Tensor:
+        """Inverse of `gather` with a sum: x [total, ..], one summand a rank -> this rank's rows [counts[rank], ..]."""
+        if self.group.size == 1 or self.padded == 0:
+            return x
+        if not self._full:
+            spread = x.new_zeros(self.group.size * self.padded, *x.shape[1:])
+            spread[self._kept] = x
+            x = spread
+        return self.group.reduce_scatter(x, self.label)[: self.local]
+
+    def gather_packed(self, *parts: Tensor) -> list[Tensor]:
+        """Gathers several tensors of the same rows in one collective; dtypes and trailing shapes may differ."""
+        if self.group.size == 1 or self.padded == 0:
+            return list(parts)
+        flat = [p.contiguous().view(torch.uint8).reshape(p.shape[0], _row_bytes(p)) for p in parts]
+        gathered = self.gather(torch.cat(flat, 1)).split([f.shape[1] for f in flat], 1)
+        return [g.contiguous().view(p.dtype).reshape(-1, *p.shape[1:]) for g, p in zip(gathered, parts, strict=True)]
+
+
+def _row_bytes(x: Tensor) -> int:
+    return x.element_size() * int(np.prod(x.shape[1:], dtype=np.int64))

@@ -1,0 +1,143 @@
+"""Process groups of one rank: TP (same rows, split weights) and PCP (same weights, split rows).
+
+rank = pcp_rank * TP + tp_rank; experts are spread over all ranks (EP = PCP x TP) and need no group of their own, since
+their exchange is a gather over PCP and a sum over PCP and TP. Every collective is logged by (group, op, shape), so
+that a test can show that all ranks issue the same ones; a group of one rank issues none and copies nothing.
+"""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass, field
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+COLLECTIVE_TIMEOUT = timedelta(seconds=60)  # backstop; the executor notices a stuck step earlier
+
+
+@dataclass
+class Collective:
+    """One entry of the log; nbytes is what this rank contributes."""
+
+    group: str
+    op: str
+    label: str
+    shape: tuple[int, ...]
+    dtype: str
+    nbytes: int
+
+
+@dataclass
+class Group:
+    """Ranks that talk to each other. `handle` is None for a group of one."""
+
+    name: str
+    size: int
+    rank: int
+    handle: Any = None
+    log: list[Collective] | None = None  # None: do not log
+    seconds: dict[str, float] = field(default_factory=dict)  # host time by label since the last reset
+
+    def _note(self, op: str, label: str, x: Tensor, start: float) -> None:
+        self.seconds[label] = self.seconds.get(label, 0.0) + time.perf_counter() - start
+        if self.log is not None:
+            self.log.append(Collective(self.name, op, label, tuple(x.shape), str(x.dtype), x.numel() * x.element_size()))
+
+    def all_gather(self, x: Tensor, label: str) -> Tensor:
+        """x [n, ..] -> [size * n, ..], rank-major."""
+        if self.size == 1:
+            return x
+        start = time.perf_counter()
+        out = x.new_empty((self.size * x.shape[0], *x.shape[1:]))
+        dist.all_gather_into_tensor(out, x.contiguous(), group=self.handle)
+        self._note("all_gather", label, x, start)
+        return out
+
+    def all_reduce(self, x: Tensor, label: str) -> Tensor:
+        """Sum over the group, in place where x is contiguous."""
+        if self.size == 1:
+            return x
+        start = time.perf_counter()
+        x = x.contiguous()
+        dist.all_reduce(x, group=self.handle)
+        self._note("all_reduce", label, x, start)
+        return x
+
+    def reduce_scatter(self, x: Tensor, label: str) -> Tensor:
+        """x [size * n, ..] rank-major -> this rank's [n, ..], summed over the group."""
+        if self.size == 1:
+            return x
+        start = time.perf_counter()
+        out = x.new_empty((x.shape[0] // self.size, *x.shape[1:]))
+        dist.reduce_scatter_tensor(out, x.contiguous(), group=self.handle)
+        self._note("reduce_scatter", label, x, start)
+        return out
+
+
+@dataclass
+class Mesh:
+    """Where this rank stands. ep_rank counts experts' owners over all ranks."""
+
+    rank: int
+    tp: Group
+    pcp: Group
+    device: torch.device
+
+    @property
+    def world(self) -> int:
+        return self.tp.size * self.pcp.size
+
+    @property
+    def ep_rank(self) -> int:
+        return self.rank
+
+    def start_log(self) -> None:
+        self.tp.log = self.pcp.log = []
+
+    def take_log(self) -> list[Collective]:
+        """The collectives since the last call, in issue order over both groups."""
+        log, self.tp.log = self.tp.log or [], []
+        self.pcp.log = self.tp.log
+        return log
+
+    def take_seconds(self) -> dict[str, float]:
+        """Host seconds by 'group.label' since the last call."""
+        result = {f"{g.name}.{label}": s for g in (self.tp, self.pcp) for label, s in g.seconds.items()}
+        self.tp.seconds, self.pcp.seconds = {}, {}
+        return result
+
+    def close(self) -> None:
+        if self.world > 1 and dist.is_initialized():
+            dist.destroy_process_group()
+
+
+def init_mesh(rank: int, tp: int, pcp: int, device: torch.device, init_method: str | None = None) -> Mesh:
+    """Joins the process groups of rank `rank` of tp * pcp ranks; `init_method` as torch.distributed takes it.
+
+    CPU ranks talk over gloo, CUDA ranks over NCCL. A world of one initialises nothing.
+    """
+    tp_rank, pcp_rank = rank % tp, rank // tp
+    if tp * pcp == 1:
+        return Mesh(rank, Group("tp", 1, 0), Group("pcp", 1, 0), device)
+    if init_method is None:
+        raise ValueError(f"init_method is missing for a world of {tp * pcp} ranks")
+    dist.init_process_group(
+        "nccl" if device.type == "cuda" else "gloo",
+        init_method=init_method,
+        rank=rank,
+        world_size=tp * pcp,
+        timeout=COLLECTIVE_TIMEOUT,
+    )
+    # Every rank creates every group, in the same order, as torch.distributed demands.
+    tp_handles = [dist.new_group([p * tp + t for t in range(tp)]) for p in range(pcp)]
+    pcp_handles = [dist.new_group([p * tp + t for p in range(pcp)]) for t in range(tp)]
+    return Mesh(
+        rank,
+        Group("tp", tp, tp_rank, tp_handles[pcp_rank]),
+        Group("pcp", pcp, pcp_rank, pcp_handles[tp_rank]),
+        device,
+    )
