@@ -40,8 +40,8 @@ def fitting_max_tokens(request: Request, vocab_size: int, max_model_len: int, po
     if max_tokens > room:
         raise RequestRefused(
             "max_tokens",
-            f"A prompt of {length} tokens and max_tokens {max_tokens} need KV for {length + max_tokens - 1} tokens, but "
-            f"{pool_text}; use a max_tokens of at most {room}.",
+            f"A prompt of {length} tokens and max_tokens {max_tokens} need {length + max_tokens - 1} tokens of KV, "
+            f"but {pool_text}; use a max_tokens of at most {room}.",
         )
     return max_tokens
 

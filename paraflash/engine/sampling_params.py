@@ -107,9 +107,10 @@ class SamplingParams:
             raise BadField("structured_outputs", self.structured_outputs, "a StructuredOutputs")
 
     def _check_stops(self, vocab_size: int | None) -> None:
-        strings = self.stop if isinstance(self.stop, list) else self.stop_strings
-        if not isinstance(self.stop, (str, list, type(None))) or not all(isinstance(s, str) and s for s in strings):
-            raise BadField("stop", self.stop, "a non-empty string or a list of them")
+        strings = [self.stop] if isinstance(self.stop, str) else self.stop
+        if strings is not None:
+            if not isinstance(strings, (list, tuple)) or not all(isinstance(s, str) and s for s in strings):
+                raise BadField("stop", self.stop, "a non-empty string or a list of them")
         if self.stop_token_ids is not None:
             if not isinstance(self.stop_token_ids, (list, tuple)):
                 raise BadField("stop_token_ids", self.stop_token_ids, "a list of token ids")
