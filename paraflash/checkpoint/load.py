@@ -113,6 +113,26 @@ def load_weights(
     hold more than the shard and one chunk of a tensor. Run `checkpoint.check(model)` first. Raises CheckpointError for
     a NaN scale or a short file, `NotEnoughMemory` before anything is read.
     """
+
+    def fill(target: Tensor | QuantTensor, spec: TensorSpec, slices: Slices) -> None:
+        _fill(target, checkpoint, spec, slices)
+
+    return assemble(model, tp_rank, tp_size, ep_rank, ep_size, dtype, device, keep_quantized, progress, fill)
+
+
+def assemble(
+    model: ModelConfig,
+    tp_rank: int,
+    tp_size: int,
+    ep_rank: int,
+    ep_size: int,
+    dtype: torch.dtype,
+    device: torch.device | str,
+    keep_quantized: bool,
+    progress: Progress | None,
+    fill: Callable[[Tensor | QuantTensor, TensorSpec, Slices], None],
+) -> Weights:
+    """Allocates a rank's tensors one by one and has `fill` write the values of each. Arguments as `load_weights`."""
     needed = rank_bytes(model, tp_rank, tp_size, ep_rank, ep_size, dtype.itemsize, keep_quantized).device
     check_memory(needed, device)
     weights: Weights = {}
@@ -132,7 +152,7 @@ def load_weights(
             if key not in weights:
                 weights[key] = _allocate(spec, slices, end - first, dtype, device, keep)
             target = _pick(weights[key], spec.expert - first)
-        _fill(target, checkpoint, spec, slices)
+        fill(target, spec, slices)
         done += _stored_bytes(spec, slices)
         if progress is not None:
             progress(done, total)
@@ -184,8 +204,8 @@ def _pick(stack: Tensor | QuantTensor, index: int) -> Tensor | QuantTensor:
     return stack[index]
 
 
-def _row_chunks(rows: slice, row_bytes: int) -> Iterator[tuple[int, int]]:
-    """Runs of rows of about _CHUNK_BYTES that end on scale blocks."""
+def row_chunks(rows: slice, row_bytes: int) -> Iterator[tuple[int, int]]:
+    """Cuts a range of rows into runs of about _CHUNK_BYTES that end on scale blocks."""
     step = max(BLOCK, _CHUNK_BYTES // max(row_bytes, 1) // BLOCK * BLOCK)
     start = rows.start
     while start < rows.stop:
@@ -209,7 +229,7 @@ def _fill(target: Tensor | QuantTensor, checkpoint: Checkpoint, spec: TensorSpec
         cols = slices[1]
         scale_rows = rows if spec.dtype == "fp4" else _blocks(rows)
         target.scale.copy_(_read_scale(checkpoint, spec, scale_rows, _blocks(cols)))
-    for start, end in _row_chunks(rows, entry.nbytes // max(entry.shape[0], 1)):
+    for start, end in row_chunks(rows, entry.nbytes // max(entry.shape[0], 1)):
         stored = read_rows(entry, start, end)
         here = slice(start - rows.start, end - rows.start)
         if isinstance(target, QuantTensor):

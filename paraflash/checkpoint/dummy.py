@@ -1,0 +1,102 @@
+"""Weights without a checkpoint (`--load-format dummy`): the same keys, shapes and formats as a loaded model.
+
+Values follow random_weights.py, so every topology and device gets the same model; quantised tensors are rounded with
+one scale a tensor. Engram rows are made when they are looked up, so no table is ever stored.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from paraflash.checkpoint.engram_table import check_ids
+from paraflash.checkpoint.load import Progress, Weights, assemble, row_chunks
+from paraflash.checkpoint.quant import QuantTensor, fp4_dequant, fp8_block_dequant
+from paraflash.checkpoint.random_weights import LIMIT, distribution, flat_index, random_values
+from paraflash.checkpoint.tensors import BLOCK, Slices, TensorSpec, tensor_table
+from paraflash.config.model import ModelConfig
+from paraflash.kernels.reference.rounding import E4M3_MAX, e2m1_codes, exp2_int, pow2_ceil_exponent
+
+
+def dummy_weights(
+    model: ModelConfig,
+    tp_rank: int,
+    tp_size: int,
+    ep_rank: int,
+    ep_size: int,
+    dtype: torch.dtype,
+    device: torch.device | str,
+    seed: int = 0,
+    keep_quantized: bool = False,
+    progress: Progress | None = None,
+) -> Weights:
+    """What `load_weights` would return, with random values. Raises NotEnoughMemory before anything is made."""
+
+    def fill(target: Tensor | QuantTensor, spec: TensorSpec, slices: Slices) -> None:
+        _fill(target, spec, slices, model, seed)
+
+    return assemble(model, tp_rank, tp_size, ep_rank, ep_size, dtype, device, keep_quantized, progress, fill)
+
+
+class DummyEngramTable:
+    """Stands in for an EngramTable: row r always has the same random values."""
+
+    def __init__(self, spec: TensorSpec, model: ModelConfig, dtype: torch.dtype, seed: int):
+        self.rows, self.dim = spec.shape
+        self.dtype = dtype
+        self._spec, self._model, self._seed = spec, model, seed
+
+    def lookup(self, ids: NDArray[np.integer]) -> Tensor:
+        """Rows [.., D] on the CPU in `dtype`. Raises IndexError for an id outside the table."""
+        rows = torch.from_numpy(check_ids(ids, self.rows))
+        index = rows[..., None] * self.dim + torch.arange(self.dim)
+        return random_values(self._spec, self._model, self._seed, index).to(self.dtype)
+
+
+def dummy_engram_tables(model: ModelConfig, dtype: torch.dtype, seed: int = 0) -> list[DummyEngramTable]:
+    """One table per Engram layer, in the order of model.engram_layers."""
+    return [DummyEngramTable(s, model, dtype, seed) for s in tensor_table(model) if s.shard.kind == "engram"]
+
+
+def _fill(target: Tensor | QuantTensor, spec: TensorSpec, slices: Slices, model: ModelConfig, seed: int) -> None:
+    device = target.data.device
+    if len(slices) == 1:
+        assert isinstance(target, Tensor)
+        target.copy_(random_values(spec, model, seed, torch.arange(slices[0].start, slices[0].stop, device=device)))
+        return
+    rows, cols = slices
+    exponent = _exponent(spec)
+    if isinstance(target, QuantTensor):
+        target.scale.fill_(exponent + 127)
+    for start, end in row_chunks(rows, cols.stop - cols.start):
+        here = slice(start - rows.start, end - rows.start)
+        values = random_values(spec, model, seed, flat_index(spec, slice(start, end), cols, device))
+        if spec.scale_name is None:
+            assert isinstance(target, Tensor)
+            target[here].copy_(values)
+            continue
+        codes = _codes(spec, values / exp2_int(torch.tensor(exponent, device=device)))
+        if isinstance(target, QuantTensor):
+            target.data[here].copy_(codes)
+        else:
+            scale = torch.full((1, 1), exponent + 127, dtype=torch.uint8, device=device)
+            if spec.dtype == "fp4":
+                decoded = fp4_dequant(codes, scale.expand(len(codes), values.shape[1] // BLOCK))
+            else:
+                decoded = fp8_block_dequant(codes, scale.expand(*(-(-n // BLOCK) for n in codes.shape)))
+            target[here].copy_(decoded)
+
+
+def _exponent(spec: TensorSpec) -> int:
+    """Exponent of the tensor's one scale: the largest possible value still has a code."""
+    largest = LIMIT * distribution(spec)[1] / (6.0 if spec.dtype == "fp4" else E4M3_MAX)
+    return int(pow2_ceil_exponent(torch.tensor(largest)))
+
+
+def _codes(spec: TensorSpec, scaled: Tensor) -> Tensor:
+    if spec.dtype == "fp8":
+        return scaled.to(torch.float8_e4m3fn)
+    nibbles = e2m1_codes(scaled)
+    return nibbles[:, 0::2] | (nibbles[:, 1::2] << 4)
