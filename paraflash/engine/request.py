@@ -94,7 +94,6 @@ class Request:
         self.window_start = 0
         self.num_cached_blocks = 0  # leading blocks known to the prefix cache
         self.cache_node = 0  # content id of the last of them, 0 for none
-        self.last_step = -1  # last step that had a row of it
 
         self.num_cached_tokens = 0
         self.num_preemptions = 0

@@ -108,9 +108,9 @@ class SamplingParams:
 
     def _check_stops(self, vocab_size: int | None) -> None:
         strings = [self.stop] if isinstance(self.stop, str) else self.stop
-        if strings is not None:
-            if not isinstance(strings, (list, tuple)) or not all(isinstance(s, str) and s for s in strings):
-                raise BadField("stop", self.stop, "a non-empty string or a list of them")
+        listed = isinstance(strings, (list, tuple)) and all(isinstance(s, str) and s for s in strings)
+        if strings is not None and not listed:
+            raise BadField("stop", self.stop, "a non-empty string or a list of them")
         if self.stop_token_ids is not None:
             if not isinstance(self.stop_token_ids, (list, tuple)):
                 raise BadField("stop_token_ids", self.stop_token_ids, "a list of token ids")

@@ -158,9 +158,9 @@ class Scheduler:
             raise RuntimeError(f"step {self._in_flight.step_id} is in flight; update must take its result first")
         chunks: dict[Request, int] = {}  # rows of this step
         budget, preemptions, short = self.budget, self._preemptions, False
-        decodes = [r for r in self.running if not r.is_prefill]
-        decodes.sort(key=lambda r: r.last_step)  # take turns where the budget is below their number
-        for request in decodes + [r for r in self.running if r.is_prefill]:
+        for request in sorted(
+            self.running, key=lambda r: r.is_prefill
+        ):  # decoding ones first, each in order of arrival
             want = self._limit(request, request.num_uncomputed, budget)
             if want and request.state is State.RUNNING:  # not preempted a moment ago
                 got = self._make_room(request, want, chunks)
@@ -174,7 +174,6 @@ class Scheduler:
             return None
         rows = [(r, self._step_request(r, n)) for r, n in chunks.items()]
         for request in chunks:
-            request.last_step = self._steps
             request.times.scheduled = request.times.scheduled or time.monotonic()
         self._in_flight = Step(self._steps, rows)
         self._steps += 1

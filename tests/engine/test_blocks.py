@@ -164,12 +164,11 @@ def test_block_behind_a_forgotten_parent_is_not_found_under_a_new_one():
     pool = BlockPool(4, SIZE)
     first, second = filled(pool, range(8))
     pool.free([first])  # the holder keeps only the tail
-    pool.allocate(2)  # takes the spare block, then `first`
-    (again,) = (first,)
-    node = pool.register(again, ids(9, 9, 9, 9), 0, 0, None)
-    assert node
-    assert pool.find(ids(9, 9, 9, 9, 4, 5, 6, 7), None, 9).block_ids == [again]
-    assert second not in pool.find(ids(*range(8)), None, 9).block_ids
+    assert first in pool.allocate(2)
+    pool.register(first, ids(9, 9, 9, 9), 0, 0, None)
+    assert pool.references(second) == 1
+    assert pool.find(ids(9, 9, 9, 9, 4, 5, 6, 7), None, 9).block_ids == [first]
+    assert pool.find(ids(*range(8)), None, 9).block_ids == []
 
 
 def test_content_computed_twice_is_known_once_and_continues_for_both():
