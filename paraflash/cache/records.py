@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from paraflash.kernels.reference import rounding
+from paraflash import formats as rounding
 
 
 @dataclass(frozen=True)

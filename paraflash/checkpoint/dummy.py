@@ -17,7 +17,7 @@ from paraflash.checkpoint.quant import QuantTensor, fp4_dequant, fp8_block_dequa
 from paraflash.checkpoint.random_weights import LIMIT, distribution, flat_index, random_values
 from paraflash.checkpoint.tensors import BLOCK, Slices, TensorSpec, tensor_table
 from paraflash.config.model import ModelConfig
-from paraflash.kernels.reference.rounding import E4M3_MAX, e2m1_codes, exp2_int, pow2_ceil_exponent
+from paraflash.formats import E4M3_MAX, e2m1_codes, exp2_int, pow2_ceil_exponent
 
 
 def dummy_weights(

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from paraflash.checkpoint.tensors import BLOCK
-from paraflash.kernels.reference.rounding import (
+from paraflash.formats import (
     E4M3_MAX,
     e2m1_values,
     encode_mxfp4,

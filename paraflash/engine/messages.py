@@ -48,6 +48,7 @@ class StepRequest:
     block_ids: Int32  # block table, covers num_computed + n positions
     kv_write_start: int = 0  # compressed entries of tokens before this position exist already: do not write
     window_start: int = 0  # first position whose window latent may be read (bounded replay)
+    kept_rows: int = -1  # trailing rows that go through the decoder layers (bounded replay); -1: all
     sample: SampleSpec | None = None  # None: the last row is not sampled (a prefill chunk that is not the last)
     is_last_chunk: bool = True  # the prompt ends with this chunk (or this is a decode row)
     prompt_logprobs: int | None = None  # report logprobs of the prompt tokens that these rows predict

@@ -16,9 +16,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-COLLECTIVE_TIMEOUT = timedelta(seconds=60)  # backstop; the executor notices a stuck step earlier
-
-
 @dataclass
 class Collective:
     """One entry of the log; nbytes is what this rank contributes."""
@@ -110,27 +107,46 @@ class Mesh:
         self.tp.seconds, self.pcp.seconds = {}, {}
         return result
 
+    def agree_min(self, value: int) -> int:
+        """The least of all ranks' values."""
+        x = torch.tensor([value], device=self.device)
+        for group in (self.tp, self.pcp):
+            x = group.all_gather(x, "agree").min()[None]
+        return int(x)
+
     def close(self) -> None:
         if self.world > 1 and dist.is_initialized():
             dist.destroy_process_group()
 
 
-def init_mesh(rank: int, tp: int, pcp: int, device: torch.device, init_method: str | None = None) -> Mesh:
-    """Joins the process groups of rank `rank` of tp * pcp ranks; `init_method` as torch.distributed takes it.
+def local_device(kind: str, rank: int) -> torch.device:
+    """The device of a rank: its own GPU, or the CPU. Ranks share GPUs where there are fewer (tests)."""
+    return torch.device("cuda", rank % torch.cuda.device_count()) if kind == "cuda" else torch.device("cpu")
 
-    CPU ranks talk over gloo, CUDA ranks over NCCL. A world of one initialises nothing.
+
+def init_mesh(rank: int, world: int, tp: int, pcp: int, device: str, init_method: str | None = None, timeout: float = 60.0) -> Mesh:
+    """Joins the process groups of rank `rank` of `world` = tp * pcp ranks; `init_method` as torch.distributed takes it.
+
+    CPU ranks talk over gloo, CUDA ranks over NCCL (over gloo where ranks share a GPU, which NCCL refuses). A world of
+    one initialises nothing. `timeout` (seconds) is a backstop: the executor notices a stuck step earlier.
     """
+    if world != tp * pcp:
+        raise ValueError(f"world is {world} for {tp} TP ranks x {pcp} PCP ranks")
     tp_rank, pcp_rank = rank % tp, rank // tp
-    if tp * pcp == 1:
-        return Mesh(rank, Group("tp", 1, 0), Group("pcp", 1, 0), device)
+    place = local_device(device, rank)
+    if place.type == "cuda":
+        torch.cuda.set_device(place)
+    if world == 1:
+        return Mesh(rank, Group("tp", 1, 0), Group("pcp", 1, 0), place)
     if init_method is None:
-        raise ValueError(f"init_method is missing for a world of {tp * pcp} ranks")
+        raise ValueError(f"init_method is missing for a world of {world} ranks")
+    own_gpus = place.type == "cuda" and torch.cuda.device_count() >= world
     dist.init_process_group(
-        "nccl" if device.type == "cuda" else "gloo",
+        "nccl" if own_gpus else "gloo",
         init_method=init_method,
         rank=rank,
-        world_size=tp * pcp,
-        timeout=COLLECTIVE_TIMEOUT,
+        world_size=world,
+        timeout=timedelta(seconds=timeout),
     )
     # Every rank creates every group, in the same order, as torch.distributed demands.
     tp_handles = [dist.new_group([p * tp + t for t in range(tp)]) for p in range(pcp)]
@@ -139,5 +155,5 @@ def init_mesh(rank: int, tp: int, pcp: int, device: torch.device, init_method: s
         rank,
         Group("tp", tp, tp_rank, tp_handles[pcp_rank]),
         Group("pcp", pcp, pcp_rank, pcp_handles[tp_rank]),
-        device,
+        place,
     )

@@ -12,7 +12,7 @@ from paraflash.cache.pool import RecordPool
 from paraflash.cache.records import Record
 from paraflash.kernels.interface import IndexRows, Rotary
 from paraflash.kernels.reference.hyper import linear, rms_norm, rope
-from paraflash.kernels.reference.rounding import round_activation, round_index, round_latent, round_window
+from paraflash.formats import round_activation, round_index, round_latent, round_window
 
 QUERY_CHUNK_ELEMENTS = 1 << 24  # bounds the gathered keys of `attend` and the scores of `select_entries`
 
@@ -95,7 +95,7 @@ def select_entries(q: Tensor, weights: Tensor, pool: RecordPool, rows: IndexRows
             value, index = lowest_first_topk(scores, min(topk, count))
             entries[a:b, : index.shape[1]] = torch.where(value > -math.inf, index, -1)
         masks.append(published)
-    return entries, masks if publish is not None else candidates
+    return entries, masks if publish is not None else None
 
 
 def window_keys(ring: RecordPool, prior_slots: Tensor, rows: Tensor) -> Tensor:

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from paraflash.kernels.interface import Rotary
-from paraflash.kernels.reference.rounding import round_activation
+from paraflash.formats import round_activation
 
 
 def linear(x: Tensor, weight: Tensor, round_input: bool = False) -> Tensor:

@@ -1,0 +1,237 @@
+"""Runs steps on one rank: a StepInput becomes index plans, a forward pass, logits and, on rank 0, sampled tokens.
+
+This is the one place where a step meets the partition: rows are split here on the way in, and only the rows whose
+logits are wanted leave a rank on the way out.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from paraflash.cache.records import kv_format
+from paraflash.cache.store import KVCache, block_bytes, window_bytes
+from paraflash.cache.window import Span
+from paraflash.checkpoint.dummy import dummy_engram_tables, dummy_weights
+from paraflash.checkpoint.load import Checkpoint, load_weights, open_engram_tables
+from paraflash.checkpoint.memory import available_memory
+from paraflash.checkpoint.tensors import expert_range
+from paraflash.config.engine import EngineConfig
+from paraflash.config.model import ModelConfig
+from paraflash.engine.messages import Sampled, StepInput, StepOutput, StepRequest, TokenLogprobs
+from paraflash.engine.sampler import prompt_logprobs, sample
+from paraflash.kernels import make_kernels
+from paraflash.model import engram_hash
+from paraflash.model.batch import LocalBatch, build_batch, build_trailing, plan_of, to_device
+from paraflash.model.transformer import Transformer
+from paraflash.model.weights import Numerics
+from paraflash.parallel.exchange import RowGather
+from paraflash.parallel.mesh import Mesh
+from paraflash.parallel.plan import Plan
+
+log = logging.getLogger("paraflash.runner")
+
+DEFAULT_CPU_KV_BYTES = 1 << 30
+LOGIT_ROWS = 256  # rows of logits held at a time for prompt log-probabilities
+
+
+class ModelRunner:
+    """`config` is resolved (no "auto" left). Call `load` before the first step."""
+
+    def __init__(self, config: EngineConfig, model: ModelConfig, mesh: Mesh):
+        self.config, self.model_config, self.mesh = config, model, mesh
+        self.progress: Callable[[], None] = lambda: None
+        dtype = {"float32": torch.float32, "bfloat16": torch.bfloat16}[config.dtype]
+        self.numerics = Numerics(
+            dtype=dtype,
+            trained_rounding=config.kv_cache_rounding == "trained",
+            round_inputs=model.quant is not None and dtype == torch.bfloat16,
+        )
+        self.format = kv_format(config.kv_cache_dtype, model.head_dim, model.rope_dim, model.index_head_dim)
+        self.kernels = make_kernels(mesh.device)
+
+    def load(self) -> None:
+        """Loads this rank's weights and allocates the caches, equally large on all ranks."""
+        config, model, mesh = self.config, self.model_config, self.mesh
+        ep_first, _ = expert_range(model.num_experts, mesh.ep_rank, mesh.world)
+        shard = (mesh.tp.rank, mesh.tp.size, mesh.ep_rank, mesh.world)
+        self.token_map = None
+        self.tables: Sequence[Any] = []
+        if config.load_format == "dummy":
+            weights = dummy_weights(model, *shard, self.numerics.dtype, mesh.device, seed=config.seed)
+            self.tables = dummy_engram_tables(model, self.numerics.dtype, config.seed)
+        else:
+            checkpoint = Checkpoint.open(config.model)
+            checkpoint.check(model)
+            weights = load_weights(checkpoint, model, *shard, self.numerics.dtype, mesh.device)
+            self.tables = open_engram_tables(checkpoint, model, self.numerics.dtype)
+        if model.engram_layers:
+            engram_hash.check_tables(model)
+            self.token_map = engram_hash.load_token_map(f"{config.tokenizer or config.model}/tokenizer.json", model)
+        self.weight_bytes = sum(w.numel() * w.element_size() for w in weights.values() if isinstance(w, Tensor))
+        self.transformer = Transformer(model, weights, self.kernels, self.numerics, mesh, ep_first)
+        blocks = mesh.agree_min(self._affordable_blocks())
+        self.cache = KVCache(model, self.format, blocks, config.block_size, self._slots, mesh.device)
+
+    @property
+    def _slots(self) -> int:
+        assert self.config.max_num_seqs is not None
+        return self.config.max_num_seqs
+
+    def _affordable_blocks(self) -> int:
+        """Blocks of KV that fit, the null block included; never more than all requests together can use."""
+        config, model = self.config, self.model_config
+        if config.num_gpu_blocks_override is not None:
+            return config.num_gpu_blocks_override + 1
+        per_block = max(1, block_bytes(model, self.format, config.block_size))
+        budget = config.kv_cache_memory_bytes
+        if budget is None:
+            free = available_memory(self.mesh.device) or 0
+            share = config.gpu_memory_utilization if self.mesh.device.type == "cuda" else 0.5 / self.mesh.world
+            budget = int(free * share) - self._slots * window_bytes(model, self.format)
+            if self.mesh.device.type == "cpu":
+                budget = min(budget, DEFAULT_CPU_KV_BYTES)
+        length = min(config.max_model_len or model.max_position_embeddings, model.max_position_embeddings)
+        useful = self._slots * -(-length // config.block_size)
+        blocks = min(budget // per_block, useful)
+        if blocks < 1:
+            raise MemoryError(
+                f"the KV budget of {budget} bytes holds no block of {per_block} bytes next to {self._slots} windows of "
+                f"{window_bytes(model, self.format)} bytes; lower max_num_seqs or raise kv_cache_memory_bytes"
+            )
+        return blocks + 1
+
+    def cache_info(self) -> dict[str, Any]:
+        """What this rank holds, in bytes and blocks."""
+        return {
+            "rank": self.mesh.rank,
+            "device": str(self.mesh.device),
+            "num_blocks": self.cache.num_blocks,
+            "block_bytes": block_bytes(self.model_config, self.format, self.config.block_size),
+            "window_bytes": window_bytes(self.model_config, self.format),
+            "cache_bytes": self.cache.nbytes,
+            "weight_bytes": self.weight_bytes,
+            "engram_host_bytes": sum(table.rows * table.dim for table in self.tables),
+            "kv_cache_dtype": self.format.name,
+            "kernels": self.kernels.name,
+        }
+
+    def cache_hash(self) -> str:
+        return self.cache.digest()
+
+    def start_collective_log(self) -> None:
+        self.mesh.start_log()
+
+    def collective_log(self) -> list[Any]:
+        return self.mesh.take_log()
+
+    @torch.inference_mode()
+    def execute(self, step: StepInput) -> StepOutput | None:
+        """Runs one step. Returns its output on rank 0, None elsewhere."""
+        requests, model, mesh = step.requests, self.model_config, self.mesh
+        spans = spans_of(requests)
+        plan = plan_of(spans, mesh.pcp.size)
+        batch = build_batch(spans, plan, model, mesh, self.config.block_size)
+        kept = [s.length if r.kept_rows < 0 else min(r.kept_rows, s.length) for r, s in zip(requests, spans, strict=True)]
+        trailing = None
+        if any(k < s.length for k, s in zip(kept, spans, strict=True)):
+            trailing = build_trailing(spans, kept, batch, model, mesh, self.config.block_size)
+        local = plan.rows[mesh.pcp.rank]
+        token_ids = np.concatenate([r.token_ids for r in requests]).astype(np.int64)[local]
+        hidden = self.transformer.forward(
+            to_device(token_ids, mesh.device), self._engram_rows(requests, local), batch, self.cache, trailing, self.progress
+        )
+        self.progress()
+        output = self._finish(step, hidden, trailing.batch if trailing else batch)
+        seconds = mesh.take_seconds()
+        if output is not None:
+            output.timings = seconds
+        return output
+
+    def _engram_rows(self, requests: Sequence[StepRequest], local: np.ndarray) -> Callable[[int], Tensor]:
+        """Look-up of this step's Engram rows by layer ordinal. Ids are known on every rank: no exchange."""
+        model = self.model_config
+        if self.token_map is None:
+            return lambda n: torch.empty(0)
+        windows = [engram_hash.make_windows(r.token_ids, r.lookback, model.engram_max_ngram) for r in requests]
+        ids = engram_hash.hash_windows(model, self.token_map, np.concatenate(windows)[local])
+        self.transformer.probe("engram.hash_ids", ids)
+        return lambda n: self.tables[n].lookup(ids[:, n]).flatten(1).to(self.mesh.device)
+
+    def _finish(self, step: StepInput, hidden: Tensor, batch: LocalBatch) -> StepOutput | None:
+        """Gathers the rows whose logits are wanted and turns them into tokens on rank 0."""
+        mesh = self.mesh
+        wanted: set[tuple[int, int]] = set()  # (request, position)
+        for i, r in enumerate(step.requests):
+            end = r.num_computed + r.num_tokens
+            if r.sample is not None:
+                wanted.add((i, end - 1))
+            if r.prompt_logprobs is not None:
+                wanted.update((i, p) for p in range(r.num_computed, end))
+        keys, counts, mine = wanted_rows(batch.plan, wanted, mesh.pcp.rank)
+        rows = RowGather(mesh.pcp, counts, "sampled", mesh.device).gather(hidden[to_device(mine, mesh.device)])
+        place = {key: row for row, key in enumerate(keys)}
+
+        sampled = [(i, place[i, r.num_computed + r.num_tokens - 1]) for i, r in enumerate(step.requests) if r.sample is not None]
+        output = StepOutput(step.step_id)
+        if sampled:
+            logits = self.transformer.logits(rows[[row for _, row in sampled]])
+            if mesh.rank == 0:
+                specs = [spec for i, _ in sampled if (spec := step.requests[i].sample) is not None]
+                tokens: list[Sampled] = sample(logits, specs, self.model_config.vocab_size)
+                output.sampled = {step.requests[i].request_id: t for (i, _), t in zip(sampled, tokens, strict=True)}
+        for i, r in enumerate(step.requests):
+            if r.prompt_logprobs is not None and r.prompt_targets is not None:
+                offsets = np.flatnonzero(r.prompt_targets >= 0)
+                found = self._prompt_logprobs(rows[[place[i, r.num_computed + int(o)] for o in offsets]], r, offsets)
+                output.prompt_logprobs[r.request_id] = found
+        return output if mesh.rank == 0 else None
+
+    def _prompt_logprobs(self, rows: Tensor, request: StepRequest, offsets: np.ndarray) -> list[TokenLogprobs]:
+        assert request.prompt_targets is not None and request.prompt_logprobs is not None
+        found: list[TokenLogprobs] = []
+        for a in range(0, len(rows), LOGIT_ROWS):
+            logits = self.transformer.logits(rows[a : a + LOGIT_ROWS])
+            if self.mesh.rank == 0:
+                targets = torch.from_numpy(request.prompt_targets[offsets[a : a + LOGIT_ROWS]].astype(np.int64))
+                found += prompt_logprobs(logits, targets.to(logits.device), request.prompt_logprobs)
+        return found
+
+
+def spans_of(requests: Sequence[StepRequest]) -> list[Span]:
+    return [
+        Span(
+            slot=r.slot,
+            start=r.num_computed,
+            end=r.num_computed + r.num_tokens,
+            is_prefill=r.is_prefill,
+            window_start=r.window_start,
+            write_start=r.kv_write_start,
+            block_ids=np.asarray(r.block_ids, np.int64),
+        )
+        for r in requests
+    ]
+
+
+def wanted_rows(plan: Plan, wanted: set[tuple[int, int]], rank: int) -> tuple[list[tuple[int, int]], list[int], np.ndarray]:
+    """(request, position) of the wanted rows in rank-major order, how many each rank has, and this rank's local rows."""
+    keys: list[tuple[int, int]] = []
+    counts, mine = [], []
+    by_request: dict[int, list[int]] = {}
+    for request, position in sorted(wanted):
+        by_request.setdefault(request, []).append(position)
+    for number, segments in enumerate(plan.segments):
+        before = len(keys)
+        for s in segments:
+            for position in by_request.get(s.request, ()):
+                if s.start <= position < s.end:
+                    keys.append((s.request, position))
+                    if number == rank:
+                        mine.append(s.local_row + position - s.start)
+        counts.append(len(keys) - before)
+    return keys, counts, np.array(mine, np.int64)

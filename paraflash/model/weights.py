@@ -1,0 +1,35 @@
+"""Access to a rank's weights by layer, and the numeric mode of a run."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+
+@dataclass(frozen=True)
+class Numerics:
+    """dtype of activations; `trained_rounding` applies the model's cache rounding (mode R, else R0);
+    `round_inputs` applies the FP8 rounding of linear inputs (part of mode Q, model.md 2.4)."""
+
+    dtype: torch.dtype
+    trained_rounding: bool
+    round_inputs: bool
+
+
+@dataclass(frozen=True)
+class Weights:
+    """A view of the loaded tensors below a name prefix: w["wq_a"] is `<prefix>wq_a.weight` or `<prefix>wq_a`."""
+
+    tensors: Mapping[str, Any]
+    prefix: str = ""
+
+    def __getitem__(self, name: str) -> Any:
+        full = self.prefix + name
+        found = self.tensors.get(full + ".weight")
+        return self.tensors[full] if found is None else found
+
+    def under(self, name: str) -> Weights:
+        return Weights(self.tensors, f"{self.prefix}{name}.")
