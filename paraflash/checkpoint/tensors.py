@@ -120,7 +120,7 @@ def _layer_tensors(model: ModelConfig, layer: LayerSpec, fp8: str) -> list[Tenso
     # Heads are split by whole output groups, so that wq_b, the sinks and wo_a of a rank always belong together.
     group_width = model.heads_per_group * model.head_dim
     groups, rank = model.o_groups, model.o_lora_rank
-    by_heads, by_group = "heads of a group", "group"
+    by_heads, by_group = "group of heads", "group"
     add("attn_norm.weight", (hidden,))
     add("attn.wq_a.weight", (model.q_lora_rank, hidden), fp8)
     add("attn.q_norm.weight", (model.q_lora_rank,))
@@ -147,9 +147,9 @@ def _layer_tensors(model: ModelConfig, layer: LayerSpec, fp8: str) -> list[Tenso
     add("ffn.gate.weight", (model.num_experts, hidden))
     add("ffn.gate.bias", (model.num_experts,), "f32")
     add("ffn.gate.bias_vl", (model.num_experts,), "f32", optional=True)
-    add("ffn.shared_experts.w1.weight", (inner, hidden), fp8, Shard("rows", 1, "row"))
-    add("ffn.shared_experts.w3.weight", (inner, hidden), fp8, Shard("rows", 1, "row"))
-    add("ffn.shared_experts.w2.weight", (hidden, inner), fp8, Shard("cols", 1, "column"))
+    add("ffn.shared_experts.w1.weight", (inner, hidden), fp8, Shard("rows", 1, "channel"))
+    add("ffn.shared_experts.w3.weight", (inner, hidden), fp8, Shard("rows", 1, "channel"))
+    add("ffn.shared_experts.w2.weight", (hidden, inner), fp8, Shard("cols", 1, "channel"))
     whole_expert = Shard("expert", experts=model.num_experts)
     expert_dtype = "fp4" if model.quant and model.quant.fp4_experts else fp8
     for expert in range(model.num_experts):
