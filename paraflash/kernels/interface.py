@@ -95,7 +95,7 @@ class Kernels(Protocol):
     def select_entries(self, q: Tensor, weights: Tensor, pool: RecordPool, rows: IndexRows, topk: int, scale: float, candidates: Any = None, publish: tuple[int, int] | None = None) -> tuple[Tensor, Any]:
         """Top-k compressed entries of each row (model.md 3.9): q [T, heads, di], weights [T, heads] ->
         entries [T, topk] int64, -1 where fewer are allowed, ties to the lower index; and, with publish =
-        (blocks, block size), the candidate set to hand to later layers as `candidates`."""
+        (blocks, block size), the candidate set to hand to later layers as `candidates` (equal blocks: the newer)."""
 
     def window_keys(self, ring: RecordPool, prior_slots: Tensor, rows: Tensor) -> Any:
         """Keys of this step's windows: ring rows at prior_slots [n], then the step's own rows (bytes [m, nbytes])."""

@@ -66,7 +66,9 @@ def candidate_mask(scores: Tensor, visible: Tensor, blocks: int, size: int) -> T
     newest = (visible - 1) // size
     row = torch.arange(n, device=scores.device)[visible > 0]
     best[row, newest[visible > 0]] = math.inf
-    value, block = lowest_first_topk(best, min(blocks, count))
+    # Equal blocks (a score of exactly 0 is common after the ReLU): the newer one is kept.
+    value, block = lowest_first_topk(best.flip(-1), min(blocks, count))
+    block = count - 1 - block
     kept = torch.zeros(n, count, dtype=torch.bool, device=scores.device).scatter_(1, block, value > -math.inf)
     return kept.repeat_interleave(size, 1)[:, :entries]
 
