@@ -137,8 +137,7 @@ class Scheduler:
         self.pool.free(request.block_ids)
         self._free_slots.append(request.slot)
         request.slot, request.block_ids = -1, []
-        request.num_computed = request.kv_write_start = request.window_start = 0
-        request.num_cached_blocks = request.cache_node = 0
+        request.num_computed = 0
 
     def _preempt(self, request: Request) -> None:
         logger.info(

@@ -254,10 +254,22 @@ def test_abort_of_a_preempted_request_returns_to_the_start():
 def test_a_prompt_starts_only_when_all_of_it_will_find_room():
     rig = Rig(num_blocks=6, max_num_batched_tokens=32, long_prefill_token_threshold=16)
     rig.add("a", prompt(250, 1))
-    rig.add("b", prompt(120, 2))
+    rig.add("b", prompt(180, 2))
     rig.run()
     assert rig.scheduler.stats().preemptions == 0
-    assert (rig.tokens["a"], rig.tokens["b"]) == (answer(prompt(250, 1), 4), answer(prompt(120, 2), 4))
+    assert (rig.tokens["a"], rig.tokens["b"]) == (answer(prompt(250, 1), 4), answer(prompt(180, 2), 4))
+
+
+def test_a_free_block_that_is_hit_does_not_count_as_room():
+    rig = Rig(num_blocks=5)
+    hit_of(rig, "cold", prompt(200))
+    rig.add("other", prompt(10), max_tokens=5)
+    rig.step()
+    rig.add("warm", prompt(200))  # three of the three free blocks are its prefix, none is left for the rest
+    while rig.scheduler.get("other"):
+        assert [r.request_id for r in rig.step().requests] == ["other"]
+    rig.run()
+    assert rig.tokens["warm"] == answer(prompt(200), 4) and rig.last["warm"].num_cached_tokens == 192
 
 
 @pytest.mark.parametrize("concurrency", [1, 4, 9])
