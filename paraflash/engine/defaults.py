@@ -48,7 +48,7 @@ _AT_LEAST_OR_NONE = {
     "max_num_batched_tokens": 1,
     "max_num_seqs": 1,
     "kv_cache_memory_bytes": 1,
-    "num_gpu_blocks_override": 2,  # block 0 is never handed out
+    "num_gpu_blocks_override": 1,
 }
 _SWITCHES = ("enable_expert_parallel", "enable_prefix_caching", "swa_bounded_replay", "enforce_eager", "check_caches")
 _ONLY_ONE = {

@@ -91,7 +91,7 @@ def test_the_published_vllm_command_resolves(model: ModelConfig) -> None:
         ({"max_num_seqs": 0}, "max_num_seqs is 0"),
         ({"max_model_len": 0}, "max_model_len is 0"),
         ({"max_model_len": 10**6}, "max_model_len is 1000000.*256 positions"),
-        ({"num_gpu_blocks_override": 1}, "num_gpu_blocks_override is 1"),
+        ({"num_gpu_blocks_override": 0}, "num_gpu_blocks_override is 0"),
         ({"gpu_memory_utilization": 1.5}, "gpu_memory_utilization is 1.5"),
         ({"gpu_memory_utilization": math.nan}, "gpu_memory_utilization is nan"),
         ({"step_timeout": math.nan}, "step_timeout is nan"),
