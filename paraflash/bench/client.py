@@ -36,7 +36,9 @@ def base_url_of(url: str) -> str:
     return f"{parts.scheme}://{parts.netloc}{parts.path}".rstrip("/").removesuffix("/v1")
 
 
-def open_client(base_url: str, headers: dict[str, str] | None = None, timeout: float | None = None) -> httpx.AsyncClient:
+def open_client(
+    base_url: str, headers: dict[str, str] | None = None, timeout: float | None = None
+) -> httpx.AsyncClient:
     """A client without a cap on connections; `timeout` in seconds holds for each read, None waits for ever."""
     local = urlsplit(base_url).hostname in ("localhost", "127.0.0.1", "::1")
     return httpx.AsyncClient(

@@ -21,7 +21,7 @@ from paraflash.bench.prompts import Prompt, TokenPool, chat_prompt, random_promp
 from paraflash.bench.stats import Outcome, Wave
 
 ENDPOINTS = {"openai": "/v1/completions", "openai-chat": "/v1/chat/completions"}
-_COUNTER_LAG = 0.5  # seconds after which a server's counters surely hold the answers that it has finished
+_COUNTER_LAG = 0.5  # seconds within which a server's counters take in the answers that it has finished
 _MEASURED, _WARMUP, _SINGLE = 0, 1, 2  # parts of a run, so that none repeats another's prompts
 
 
@@ -89,7 +89,11 @@ async def make_prompts(
 
 
 async def run_wave(
-    client: httpx.AsyncClient, load: Load, prompts: list[Prompt], arrival_seed: list[int], done: Callable[[Outcome], None]
+    client: httpx.AsyncClient,
+    load: Load,
+    prompts: list[Prompt],
+    arrival_seed: list[int],
+    done: Callable[[Outcome], None],
 ) -> Wave:
     """Sends the prompts of one wave and waits for every answer."""
     slots = asyncio.Semaphore(load.max_concurrency or len(prompts) or 1)
@@ -118,7 +122,9 @@ async def run_load(
         prompts = await make_prompts(client, load, pool, load.num_prompts, (_WARMUP, i))
         await run_wave(client, load, prompts, [load.seed, _WARMUP, i], lambda o: progress("warm-up", o))
 
-    before = await _settled_counters(client)
+    if load.num_warmups or load.warmup_waves:
+        await asyncio.sleep(_COUNTER_LAG)  # the warm-up must not count
+    before = await http.counters(client)
     waves, sent = [], []
     for i in range(load.waves):
         prompts = await make_prompts(client, load, pool, load.num_prompts, (_MEASURED, i))
@@ -127,13 +133,18 @@ async def run_load(
             await run_wave(client, load, prompts, [load.seed, _MEASURED, i], lambda o, s=stage: progress(s, o))  # type: ignore[misc]
         )
         sent += prompts
-    after = await _settled_counters(client) if before is not None else None
-    counted = {name: after[name] - before.get(name, 0.0) for name in after} if before and after else None
-    return Run(waves, counted, sent)
+    expected = sum(o.output_tokens for wave in waves for o in wave.outcomes if o.ok)
+    return Run(waves, await _growth(client, before, expected), sent)
 
 
-async def _settled_counters(client: httpx.AsyncClient) -> dict[str, float] | None:
-    if await http.counters(client) is None:
-        return None
-    await asyncio.sleep(_COUNTER_LAG)
-    return await http.counters(client)
+async def _growth(
+    client: httpx.AsyncClient, before: dict[str, float] | None, generated: int
+) -> dict[str, float] | None:
+    """What the counters grew by; waits a little for a server that counts the last answers late."""
+    until = time.monotonic() + _COUNTER_LAG
+    while before is not None and (after := await http.counters(client)):
+        grown = {name: value - before.get(name, 0.0) for name, value in after.items()}
+        if grown.get("generation_tokens", generated) >= generated or time.monotonic() > until:
+            return grown
+        await asyncio.sleep(0.05)
+    return None

@@ -90,9 +90,7 @@ def pool_from_folder(path: Path) -> TokenPool | None:
 async def pool_from_server(client: httpx.AsyncClient, model: str) -> TokenPool | None:
     """The ids that the server's /tokenize gives for a sample text; None if there is no such endpoint."""
     try:
-        answer = await http.post(
-            client, "/tokenize", {"model": model, "prompt": _SAMPLE, "add_special_tokens": False}
-        )
+        answer = await http.post(client, "/tokenize", {"model": model, "prompt": _SAMPLE, "add_special_tokens": False})
     except http.ServerProblem:
         return None
     ids = sorted({i for i in answer.get("tokens", []) if isinstance(i, int)})
@@ -152,9 +150,7 @@ def random_prompts(
     rng = np.random.default_rng([seed, 1, *part])
     inputs = _lengths(rng, count, input_len, range_ratio, 1 if prefix_len == 0 else 0)
     outputs = _lengths(rng, count, output_len, range_ratio, 1)
-    return [
-        Prompt(prefix + pool.draw(rng, n), prefix_len + n, out) for n, out in zip(inputs, outputs, strict=True)
-    ]
+    return [Prompt(prefix + pool.draw(rng, n), prefix_len + n, out) for n, out in zip(inputs, outputs, strict=True)]
 
 
 def _word(rng: np.random.Generator) -> str:

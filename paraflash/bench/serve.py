@@ -276,9 +276,7 @@ def run(args: argparse.Namespace) -> int:
         return 130
     result = summarize(done.waves, args.metric_percentiles, dict(args.goodput))
     print(
-        format_block(
-            result, args.percentile_metrics, args.metric_percentiles, args.max_concurrency, args.request_rate
-        )
+        format_block(result, args.percentile_metrics, args.metric_percentiles, args.max_concurrency, args.request_rate)
     )
     for line in notes(result, done.server_counted):
         print(line)
