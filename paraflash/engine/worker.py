@@ -111,12 +111,11 @@ def _start(spec: WorkerSpec, progress: Any) -> tuple[Any, Any]:
     if spec.mesh_factory is not None:
         # All ranks are on this machine, whatever its host name resolves to.
         os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
-        device = torch.device("cuda", rank) if config.device == "cuda" else torch.device("cpu")
         mesh = load_factory(spec.mesh_factory)(
             rank,
             config.tensor_parallel_size,
             config.prefill_context_parallel_size,
-            device,
+            config.device,
             f"file://{spec.folder}/rendezvous",
         )
     runner = load_factory(spec.runner_factory)(config, spec.model, mesh)

@@ -16,6 +16,14 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+# Newer torch renames these two; the older names still work there but warn.
+_all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+_reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+
+# A backstop: the executor notices a stuck step earlier. Loading may keep a rank away from its peers for minutes.
+COLLECTIVE_TIMEOUT = timedelta(minutes=30)
+
+
 @dataclass
 class Collective:
     """One entry of the log; nbytes is what this rank contributes."""
@@ -50,7 +58,7 @@ class Group:
             return x
         start = time.perf_counter()
         out = x.new_empty((self.size * x.shape[0], *x.shape[1:]))
-        dist.all_gather_into_tensor(out, x.contiguous(), group=self.handle)
+        _all_gather(out, x.contiguous(), group=self.handle)
         self._note("all_gather", label, x, start)
         return out
 
@@ -70,7 +78,7 @@ class Group:
             return x
         start = time.perf_counter()
         out = x.new_empty((x.shape[0] // self.size, *x.shape[1:]))
-        dist.reduce_scatter_tensor(out, x.contiguous(), group=self.handle)
+        _reduce_scatter(out, x.contiguous(), group=self.handle)
         self._note("reduce_scatter", label, x, start)
         return out
 
@@ -124,14 +132,14 @@ def local_device(kind: str, rank: int) -> torch.device:
     return torch.device("cuda", rank % torch.cuda.device_count()) if kind == "cuda" else torch.device("cpu")
 
 
-def init_mesh(rank: int, world: int, tp: int, pcp: int, device: str, init_method: str | None = None, timeout: float = 60.0) -> Mesh:
-    """Joins the process groups of rank `rank` of `world` = tp * pcp ranks; `init_method` as torch.distributed takes it.
+def init_mesh(rank: int, tp: int, pcp: int, device: str, init_method: str | None = None) -> Mesh:
+    """Joins the process groups of rank `rank` of tp * pcp ranks; device is cpu or cuda, `init_method` as
+    torch.distributed takes it.
 
     CPU ranks talk over gloo, CUDA ranks over NCCL (over gloo where ranks share a GPU, which NCCL refuses). A world of
-    one initialises nothing. `timeout` (seconds) is a backstop: the executor notices a stuck step earlier.
+    one initialises nothing.
     """
-    if world != tp * pcp:
-        raise ValueError(f"world is {world} for {tp} TP ranks x {pcp} PCP ranks")
+    world = tp * pcp
     tp_rank, pcp_rank = rank % tp, rank // tp
     place = local_device(device, rank)
     if place.type == "cuda":
@@ -146,7 +154,7 @@ def init_mesh(rank: int, world: int, tp: int, pcp: int, device: str, init_method
         init_method=init_method,
         rank=rank,
         world_size=world,
-        timeout=timedelta(seconds=timeout),
+        timeout=COLLECTIVE_TIMEOUT,
     )
     # Every rank creates every group, in the same order, as torch.distributed demands.
     tp_handles = [dist.new_group([p * tp + t for t in range(tp)]) for p in range(pcp)]
