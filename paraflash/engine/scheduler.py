@@ -56,7 +56,7 @@ class Hit(NamedTuple):
 
 class Step(NamedTuple):
     step_id: int
-    rows: list[tuple[Request, StepRequest]]
+    parts: list[tuple[Request, StepRequest]]
 
 
 NO_HIT = Hit([], 0, 0, 0)
@@ -156,27 +156,24 @@ class Scheduler:
         if self._in_flight is not None:
             raise RuntimeError(f"step {self._in_flight.step_id} is in flight; update must take its result first")
         chunks: dict[Request, int] = {}  # rows of this step
-        budget, preemptions, short = self.budget, self._preemptions, False
-        for request in sorted(
-            self.running, key=lambda r: r.is_prefill
-        ):  # decoding ones first, each in order of arrival
+        budget = self.budget
+        # Decoding requests first, then prompts, both in order of arrival (the sort is stable).
+        for request in sorted(self.running, key=lambda r: r.is_prefill):
             want = self._limit(request, request.num_uncomputed, budget)
             if want and request.state is State.RUNNING:  # not preempted a moment ago
-                got = self._make_room(request, want, chunks)
-                if got:
-                    chunks[request] = got
-                    budget -= got
-                short |= got < want
-        if not short and preemptions == self._preemptions:
-            self._admit(chunks, budget)
+                rows = self._make_room(request, want, chunks)
+                if rows:
+                    chunks[request] = rows
+                    budget -= rows
+        self._admit(chunks, budget)
         if not chunks:
             return None
-        rows = [(r, self._step_request(r, n)) for r, n in chunks.items()]
+        parts = [(r, self._step_request(r, n)) for r, n in chunks.items()]
         for request in chunks:
             request.times.scheduled = request.times.scheduled or time.monotonic()
-        self._in_flight = Step(self._steps, rows)
+        self._in_flight = Step(self._steps, parts)
         self._steps += 1
-        return StepInput(self._in_flight.step_id, [step_request for _, step_request in rows])
+        return StepInput(self._in_flight.step_id, [step_request for _, step_request in parts])
 
     def _limit(self, request: Request, rows: int, budget: int) -> int:
         threshold = self.config.long_prefill_token_threshold
@@ -203,7 +200,8 @@ class Scheduler:
         """Starts waiting requests in order. Adds to `chunks`.
 
         One starts only if its whole prompt will find room beside what running prompts still need; it would soon be
-        preempted otherwise. A prompt that may only not be left partial yet lets those behind it pass.
+        preempted otherwise. So none starts while a running one lacks a block. A prompt that is held back only by
+        max_num_partial_prefills lets those behind it pass.
         """
         cap = self.config.max_num_partial_prefills
         partial = sum(r.is_prefill and r.num_uncomputed > chunks.get(r, 0) for r in self.running)
@@ -284,9 +282,9 @@ class Scheduler:
         """Takes the result of a step; one Delta per request that got a token. Aborted requests are passed over."""
         if self._in_flight is None or not self._in_flight.step_id == step.step_id == output.step_id:
             raise ValueError(f"step {step.step_id} with the output of step {output.step_id} is not the step in flight")
-        rows, self._in_flight = self._in_flight.rows, None
+        parts, self._in_flight = self._in_flight.parts, None
         deltas = []
-        for request, part in rows:
+        for request, part in parts:
             if request.finished:
                 continue
             request.num_computed += part.num_tokens

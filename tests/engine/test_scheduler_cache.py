@@ -182,6 +182,20 @@ def test_a_resumed_request_hits_its_own_blocks():
     rig.assert_all_returned()
 
 
+def test_an_older_prompt_without_room_waits_for_a_younger_decode_of_the_same_step():
+    rig = Rig(num_blocks=5, long_prefill_token_threshold=10, enable_prefix_caching=False)
+    rig.add("old", prompt(190, 1))
+    rig.add("young", prompt(58, 2), max_tokens=30)  # its second block is one that the old prompt needs last
+    waited = 0
+    while rig.scheduler.get("young"):
+        parts = rig.step().requests
+        waited += [(r.request_id, r.is_prefill) for r in parts] == [("young", False)]
+    assert waited > 5 and rig.scheduler.stats().preemptions == 0
+    rig.run()
+    assert rig.tokens["old"] == answer(prompt(190, 1), 4) and rig.tokens["young"] == answer(prompt(58, 2), 30)
+    rig.assert_all_returned()
+
+
 def test_prompt_logprobs_are_reported_once_across_a_preemption():
     rig = Rig(num_blocks=5, max_num_batched_tokens=16)
     rig.add("old", prompt(100, 1), max_tokens=90)
