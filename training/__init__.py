@@ -1,0 +1,1 @@
+"""Trains the miniature checkpoint; not part of the installed package."""

@@ -1,0 +1,342 @@
+"""Differentiable forward of the whole architecture over a batch of full sequences, dense and without caches.
+
+Formulas as in model.md 3; shapes: ids [B, T] -> streams [B, T, K, hidden] -> logits [B, T, vocab]. Parameters are
+stacked over the layers that own them ([layers, out, in]), so that rounding and the optimiser work on a few large
+tensors. Compressed attention is masked, not gathered: every entry takes part in one masked softmax.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, field
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from paraflash.config.model import LayerSpec, ModelConfig
+from paraflash.model.rope import frequencies
+from training import rounding
+from training.sinkhorn import sinkhorn
+from training.weights import stored_as, initial, parameter_shapes, rows_of
+
+
+@dataclass
+class Mode:
+    """How one forward runs. All off and fp32: mode R0 of model.md with every visible entry attended."""
+
+    round_cache: bool = False  # trained rounding of latents and index vectors (mode R)
+    round_weights: bool = False  # weights as the released format stores them
+    sparse: bool = False  # the indexer chooses; else every visible compressed entry is attended
+    dense_rows: int = 0  # with `sparse`: this many first sequences of the batch stay dense
+    hard_routes: bool = False  # answers may read only the compressed entries of their route
+    losses: bool = False  # also gather the indexer's loss and the route penalty
+    dtype: torch.dtype = torch.float32  # of matrix products
+
+
+@dataclass
+class Extras:
+    """By-products of a forward. loads: [layers, experts] share of tokens; losses are scalars; traces for tests."""
+
+    index_loss: list[Tensor] = field(default_factory=list)
+    route_loss: list[Tensor] = field(default_factory=list)
+    loads: list[Tensor] = field(default_factory=list)
+    chosen: dict[int, Tensor] = field(default_factory=dict)
+
+
+@dataclass
+class _Shared:
+    """What later layers read of earlier ones (model.md 3.11), and the indexers' running targets."""
+
+    latents: Tensor | None = None  # [B, n, D] of the present KV owner
+    keys: Tensor | None = None  # [B, n, Di]
+    selected: Tensor | None = None  # [B, T, n] bool
+    candidates: Tensor | None = None  # [B, T, n] bool
+    scores: dict[int, Tensor] = field(default_factory=dict)  # index source -> scores with -inf where not visible
+    targets: dict[int, Tensor] = field(default_factory=dict)  # index source -> attention mass [B, T, n]
+
+
+def rms(x: Tensor, w: Tensor, eps: float) -> Tensor:
+    x = x.float()
+    return x * torch.rsqrt(x.square().mean(-1, keepdim=True) + eps) * w
+
+
+def rotate(x: Tensor, turn: Tensor) -> Tensor:
+    """Interleaved RoPE on the last channels; x [B, T, .., D], turn complex [T, rope/2] (model.md 3.4)."""
+    width = 2 * turn.shape[-1]
+    turn = turn.view(1, turn.shape[0], *([1] * (x.dim() - 3)), turn.shape[1])
+    tail = torch.view_as_complex(x[..., -width:].float().unflatten(-1, (width // 2, 2)))
+    return torch.cat([x[..., :-width], torch.view_as_real(tail * turn).flatten(-2).to(x.dtype)], -1)
+
+
+class Miniature(nn.Module):
+    def __init__(self, config: ModelConfig, seed: int = 0):
+        super().__init__()
+        self.config = config
+        generator = torch.Generator().manual_seed(seed)
+        self.parameters_by_name = {
+            name: nn.Parameter(initial(config, name, shape, generator)) for name, shape in parameter_shapes(config).items()
+        }
+        for name, parameter in self.parameters_by_name.items():
+            self.register_parameter(name.replace(".", "__"), parameter)
+        for kind, spec in (("window", config.window_rope), ("compress", config.compress_rope)):
+            self.register_buffer(f"{kind}_frequencies", frequencies(spec, config.rope_dim), persistent=False)
+
+    def _weights(self, mode: Mode) -> dict[str, Tensor | list[Tensor]]:
+        """Parameters as this forward uses them; stacks are unbound into one tensor a layer."""
+        out: dict[str, Tensor | list[Tensor]] = {}
+        for name, parameter in self.parameters_by_name.items():
+            form, matrix = stored_as(name)
+            w: Tensor = parameter
+            if mode.round_weights and form != "f32":
+                w = {"fp8": rounding.blocks, "fp4": rounding.mxfp4, "engram": rounding.mxfp8, "bf16": rounding.bf16}[form](w)
+            if matrix:
+                w = w.to(mode.dtype)
+            out[name] = list(w.unbind(0)) if rows_of(self.config, name) else w
+        return out
+
+    def forward(self, ids: Tensor, hashes: Tensor, mode: Mode, routes: Tensor | None = None) -> tuple[Tensor, Extras]:
+        """ids [B, T] int64, hashes [B, T, engram layers, columns] int64, routes [B, T] uint8 -> logits fp32, extras."""
+        c = self.config
+        w = self._weights(mode)
+        extras, shared = Extras(), _Shared()
+        position = torch.arange(ids.shape[1], device=ids.device)
+        turns = {
+            0: torch.polar(*_polar(position, self.window_frequencies)),
+            1: torch.polar(*_polar(position, self.compress_frequencies)),
+        }
+        x = F.embedding(ids, w["embed"]).float()
+        streams = x[:, :, None].expand(-1, -1, c.hc_mult, -1)
+        pre = F.one_hot(torch.zeros_like(ids), c.hc_mult).float()
+        for layer in c.layers:
+            at = layer.index
+            if layer.engram is not None:
+                streams = self._engram(w, layer.engram, streams, hashes[:, :, layer.engram], mode)
+            pre_attn, post, comb = self._mixes(w, at, "attn", streams)
+            h = rms(_collapse(streams, pre), w["attn_norm"][at], c.rms_eps)
+            y = self._attention(w, layer, h, shared, turns[int(layer.ratio > 0)], mode, routes, extras)
+            streams = _expand(y, streams, post, comb)
+            pre, post, comb = self._mixes(w, at, "ffn", streams)
+            h = rms(_collapse(streams, pre_attn), w["ffn_norm"][at], c.rms_eps)
+            streams = _expand(self._moe(w, at, h, extras), streams, post, comb)
+        if mode.losses:
+            self._index_losses(shared, extras)
+        y = rms(_collapse(streams, pre), w["norm"], c.rms_eps)
+        return (y.to(mode.dtype) @ w["head"].T).float(), extras
+
+    def _mixes(self, w: dict, at: int, site: str, streams: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """pre, post [B, T, K] and comb [B, T, K, K] (model.md 3.2)."""
+        c = self.config
+        k = c.hc_mult
+        v = streams.flatten(2)
+        m = (v @ w[f"hc_{site}_fn"][at].T) * torch.rsqrt(v.square().mean(-1, keepdim=True) + c.rms_eps)
+        scale, base = w[f"hc_{site}_scale"][at], w[f"hc_{site}_base"][at]
+        pre = torch.sigmoid(m[..., :k] * scale[0] + base[:k]) + c.hc_eps
+        post = 2 * torch.sigmoid(m[..., k : 2 * k] * scale[1] + base[k : 2 * k])
+        comb = (m[..., 2 * k :] * scale[2] + base[2 * k :]).reshape(-1, k, k)
+        return pre, post, sinkhorn(comb, c.hc_sinkhorn_iters, c.hc_eps).view(*m.shape[:2], k, k)
+
+    def _engram(self, w: dict, number: int, streams: Tensor, rows: Tensor, mode: Mode) -> Tensor:
+        """Adds the gated n-gram value to every stream (model.md 3.12)."""
+        c = self.config
+        k, width = c.hc_mult, c.hidden_size
+        e = F.embedding(rows, w[f"engram.embed.{number}"]).flatten(2)
+        u = (e @ w["engram.wkv"][number].T).float()
+        key, value = u[..., : k * width].unflatten(-1, (k, width)), u[..., k * width :]
+        dot = (streams * w["engram.q_weight"][number] * w["engram.k_weight"][number] * key).sum(-1)
+        dot = dot * torch.rsqrt(streams.square().mean(-1) + c.rms_eps) * torch.rsqrt(key.square().mean(-1) + c.rms_eps) * width**-0.5
+        gate = torch.sigmoid(torch.copysign(dot.abs().clamp_min(1e-6).sqrt(), dot))
+        return streams + gate[..., None] * value[:, :, None]
+
+    def _moe(self, w: dict, at: int, h: Tensor, extras: Extras) -> Tensor:
+        """Every expert on every token, gated to the chosen ones (model.md 3.13)."""
+        c = self.config
+        score = F.softplus(h.float() @ w["ffn.gate"][at].float().T).sqrt()
+        chosen = (score.detach() + w["ffn.gate_bias"][at]).topk(c.experts_per_token, -1).indices
+        mask = torch.zeros_like(score).scatter_(-1, chosen, 1.0)
+        extras.loads.append(mask.detach().mean((0, 1)))
+        gate = score * mask
+        gate = gate / (gate.sum(-1, keepdim=True) + 1e-20) * c.routed_scaling_factor
+        dtype = w["ffn.w1"][at].dtype
+        x = h.to(dtype)
+        experts = self._glu(x, w["ffn.w1"][at].flatten(0, 1), w["ffn.w3"][at].flatten(0, 1)).unflatten(-1, (c.num_experts, -1))
+        routed = (experts * gate[..., None].to(dtype)).flatten(-2) @ w["ffn.w2"][at].transpose(1, 2).flatten(0, 1)
+        shared = self._glu(x, w["ffn.shared_w1"][at], w["ffn.shared_w3"][at]) @ w["ffn.shared_w2"][at].T
+        return routed.float() + shared.float()
+
+    def _glu(self, x: Tensor, w1: Tensor, w3: Tensor) -> Tensor:
+        limit = self.config.swiglu_limit
+        return F.silu((x @ w1.T).clamp(max=limit)) * (x @ w3.T).clamp(-limit, limit)
+
+    def _attention(
+        self, w: dict, layer: LayerSpec, h: Tensor, shared: _Shared, turn: Tensor, mode: Mode, routes: Tensor | None, extras: Extras
+    ) -> Tensor:
+        """Window and compressed attention with sinks, then the grouped output projection (model.md 3.5-3.10)."""
+        c, at, eps = self.config, layer.index, self.config.rms_eps
+        heads, dim = c.num_heads, c.head_dim
+        x = h.to(mode.dtype)
+        qr = rms(x @ w["attn.wq_a"][at].T, w["attn.q_norm"][at], eps)
+        q = rotate((qr.to(mode.dtype) @ w["attn.wq_b"][at].T).unflatten(-1, (heads, dim)), turn) * dim**-0.5
+        kv = rotate(rms(x @ w["attn.wkv"][at].T, w["attn.kv_norm"][at], eps), turn)
+        kv = (rounding.mxfp8(kv) if mode.round_cache else kv).to(mode.dtype)
+        if layer.owns_kv:
+            self._compress(w, layer, h, shared, turn, mode)
+        if layer.owns_index:
+            self._index(w, layer, h, qr, shared, turn, mode)
+            if shared.selected is not None:
+                extras.chosen[at] = shared.selected
+        allowed = None
+        if layer.ratio:
+            allowed = self._visible(h.shape[1], layer.ratio, h.device)[None] if shared.selected is None else shared.selected
+            if mode.hard_routes and routes is not None:
+                allowed = allowed & _may_read(self.config, layer, routes)[..., None]
+        out, mass = attend(q, kv, shared.latents if layer.ratio else None, allowed, w["attn.sink"][at], c.window)
+        if mode.losses and mass is not None and routes is not None:
+            self._note_attention(layer, mass, routes, shared, extras)
+        out = rotate(out, turn.conj()).unflatten(2, (c.o_groups, -1)).flatten(3)
+        z = torch.einsum("btgi,goi->btgo", out, w["attn.wo_a"][at].unflatten(0, (c.o_groups, -1)))
+        return (z.flatten(2) @ w["attn.wo_b"][at].T).float()
+
+    def _compress(self, w: dict, layer: LayerSpec, h: Tensor, shared: _Shared, turn: Tensor, mode: Mode) -> None:
+        """Sets the shared latents and index keys (model.md 3.7, 3.8)."""
+        c, r = self.config, layer.ratio
+        owner = [o.index for o in c.kv_owners].index(layer.index)
+        x = h.to(mode.dtype)
+        k = (x @ w["compressor.wkv"][owner].T).float()
+        n = h.shape[1] // r
+        if r == 2:
+            twos = [o.index for o in c.kv_owners if o.ratio == 2]
+            g = (x @ w["compressor.wgate"][twos.index(layer.index)].T).float()
+            a = g[:, : 2 * n].unflatten(1, (n, 2)).softmax(2)
+            k = (a * k[:, : 2 * n].unflatten(1, (n, 2))).sum(2)
+        latent = rms(k, w["compressor.norm"][owner], c.rms_eps)
+        at_first = turn[: n * r : r]
+        key = rms(latent.detach().to(mode.dtype) @ w["indexer.wk"][owner].T, w["indexer.k_norm"][owner], c.rms_eps)
+        key, latent = rotate(key, at_first), rotate(latent, at_first)
+        if mode.round_cache:
+            key, latent = rounding.mxfp4(key), rounding.nvfp4(latent)
+        shared.keys, shared.latents = key, latent.to(mode.dtype)
+
+    def _index(self, w: dict, layer: LayerSpec, h: Tensor, qr: Tensor, shared: _Shared, turn: Tensor, mode: Mode) -> None:
+        """Scores all entries and, in sparse mode, chooses (model.md 3.9). The indexer learns from its own loss only."""
+        c = self.config
+        source = [s.index for s in c.layers if s.owns_index].index(layer.index)
+        q = (qr.detach().to(mode.dtype) @ w["indexer.wq_b"][source].T).unflatten(-1, (c.index_heads, c.index_head_dim))
+        q = rotate(q.float(), turn)
+        q = rounding.mxfp4(q) if mode.round_cache else q
+        weight = (h.detach().to(mode.dtype) @ w["indexer.weights_proj"][source].T).float() * (c.index_head_dim * c.index_heads) ** -0.5
+        dots = q.flatten(1, 2) @ shared.keys.transpose(1, 2)  # [B, T * heads, n]
+        score = (dots.relu().unflatten(1, (-1, c.index_heads)) * weight[..., None]).sum(2)
+        visible = self._visible(h.shape[1], layer.ratio, h.device)[None]
+        score = score.masked_fill(~visible, -math.inf)
+        shared.scores[layer.index] = score
+        shared.selected = None
+        if not mode.sparse or not score.shape[-1]:
+            return
+        with torch.no_grad():
+            if layer.publishes_candidates:
+                shared.candidates = self._candidates(score)
+            if layer.applies_candidates:
+                score = score.masked_fill(~shared.candidates, -math.inf)
+            least = score.topk(min(c.index_topk, score.shape[-1]), -1).values[..., -1:]
+            chosen = (score >= least) & (score > -math.inf)
+            if mode.dense_rows:
+                dense = torch.arange(len(h), device=h.device) < mode.dense_rows
+                chosen = chosen | (visible & dense[:, None, None])
+            shared.selected = chosen
+
+    def _candidates(self, score: Tensor) -> Tensor:
+        """[B, T, n] scores -> entries of the kept blocks (model.md 3.9, candidate level)."""
+        c, n = self.config, score.shape[-1]
+        count = -(-n // c.candidate_block_size)
+        padded = F.pad(score, (0, count * c.candidate_block_size - n), value=-math.inf)
+        block = padded.unflatten(-1, (count, -1)).amax(-1)
+        ratio = next(layer.ratio for layer in c.layers if layer.publishes_candidates)
+        newest = ((torch.arange(score.shape[1], device=score.device) + 1) // ratio - 1).div(c.candidate_block_size, rounding_mode="floor")
+        block = block.masked_fill(torch.arange(count, device=score.device) == newest[:, None], math.inf)
+        best = block.topk(min(c.candidate_topk_blocks, count), -1)
+        kept = torch.zeros_like(block).scatter_(-1, best.indices, (best.values > -math.inf).float()) > 0
+        return kept.repeat_interleave(c.candidate_block_size, -1)[..., :n]
+
+    @staticmethod
+    def _visible(length: int, ratio: int, device: torch.device) -> Tensor:
+        """[T, n]: entry j is visible to token t once j < floor((t + 1) / r)."""
+        position = torch.arange(length, device=device)
+        return torch.arange(length // ratio, device=device) < ((position + 1) // ratio)[:, None]
+
+    def _note_attention(self, layer: LayerSpec, mass: Tensor, routes: Tensor, shared: _Shared, extras: Extras) -> None:
+        """Adds a layer's head-averaged compressed attention [B, T, n] to its indexers' targets and to the route penalty."""
+        wrong = ~_may_read(self.config, layer, routes)
+        extras.route_loss.append((mass.sum(-1) * wrong).sum() / (wrong.sum() + 1.0))
+        found = mass.detach()
+        sources = [layer.index_owner]
+        spec = self.config.layers[layer.index_owner]
+        if spec.applies_candidates:  # the blocks its source publishes must hold what this layer reads
+            sources += [s.index for s in self.config.layers if s.publishes_candidates]
+        for source in sources:
+            shared.targets[source] = shared.targets[source] + found if source in shared.targets else found
+
+    def _index_losses(self, shared: _Shared, extras: Extras) -> None:
+        """Cross entropy of the scores' softmax with the attention they should predict, rows weighted by its mass."""
+        for source, target in shared.targets.items():
+            score = shared.scores[source]
+            weight = target.sum(-1)
+            share = target / (weight[..., None] + 1e-6)
+            hidden = score == -math.inf
+            empty = hidden.all(-1, keepdim=True)
+            predicted = score.masked_fill(empty, 0.0).log_softmax(-1).masked_fill(hidden, 0.0)
+            extras.index_loss.append(-((share * predicted).sum(-1) * weight).sum() / (weight.sum() + 1e-6))
+
+
+def _polar(position: Tensor, frequency: Tensor) -> tuple[Tensor, Tensor]:
+    angle = position.float()[:, None] * frequency
+    return torch.ones_like(angle), angle
+
+
+def _collapse(streams: Tensor, pre: Tensor) -> Tensor:
+    return (pre[..., None, :] @ streams).squeeze(-2)
+
+
+def _expand(y: Tensor, streams: Tensor, post: Tensor, comb: Tensor) -> Tensor:
+    return post[..., None] * y[:, :, None] + comb.transpose(-1, -2) @ streams
+
+
+def _may_read(config: ModelConfig, layer: LayerSpec, routes: Tensor) -> Tensor:
+    """[B, T] bool: may the answer at this position read this layer's compressed entries (see tasks.py)."""
+    if layer.ratio == 2:
+        return (routes & 1) > 0
+    owner = config.layers[layer.index_owner] if layer.index_owner is not None else layer
+    return (routes & 2) > 0 if owner.applies_candidates else routes == 3
+
+
+def attend(
+    q: Tensor, kv: Tensor, latents: Tensor | None, allowed: Tensor | None, sink: Tensor, window: int
+) -> tuple[Tensor, Tensor | None]:
+    """One shared-latent attention: scaled q [B, T, H, D], kv [B, T, D], latents [B, n, D], allowed [B|1, T, n].
+
+    Window scores are computed in blocks of `window` queries against two blocks of keys. Returns the output
+    [B, T, H, D] and the head-averaged attention on latents [B, T, n].
+    """
+    b, t, heads, dim = q.shape
+    blocks = -(-t // window)
+    pad = blocks * window - t
+    qb = F.pad(q, (0, 0, 0, 0, 0, pad)).reshape(b * blocks, window * heads, dim)
+    own = F.pad(kv, (0, 0, 0, pad)).reshape(b, blocks, window, dim)
+    keys = torch.cat([F.pad(own, (0, 0, 0, 0, 1, 0))[:, :-1], own], 2).reshape(b * blocks, 2 * window, dim)
+    near = (qb @ keys.transpose(1, 2)).view(b, blocks, window, heads, 2 * window)
+    i = torch.arange(window, device=q.device)[:, None]
+    j = torch.arange(2 * window, device=q.device) - window
+    shut = (j > i) | (j <= i - window) | ((j < 0) & (torch.arange(blocks, device=q.device) == 0)[:, None, None])
+    near = near.masked_fill(shut[None, :, :, None], -math.inf).view(b, blocks * window, heads, 2 * window)[:, :t]
+    parts = [near, sink.to(q.dtype).view(1, 1, heads, 1).expand(b, t, heads, 1)]
+    if latents is not None and latents.shape[1]:
+        far = (q.reshape(b, t * heads, dim) @ latents.transpose(1, 2)).view(b, t, heads, -1)
+        parts.append(far.masked_fill(~allowed[:, :, None], -math.inf))
+    p = torch.cat(parts, -1).softmax(-1)
+    pb = F.pad(p[..., : 2 * window], (0, 0, 0, 0, 0, pad)).reshape(b * blocks, window * heads, 2 * window)
+    out = (pb @ keys).view(b, blocks * window, heads, dim)[:, :t]
+    if len(parts) == 2:
+        return out, None
+    far = p[..., 2 * window + 1 :]
+    out = out + (far.reshape(b, t * heads, -1) @ latents).view(b, t, heads, dim)
+    return out, far.float().mean(2)
