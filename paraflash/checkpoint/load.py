@@ -26,7 +26,8 @@ Progress = Callable[[int, int], None]  # bytes read so far, bytes in all
 
 SINGLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
-_CHUNK_BYTES = 2 << 20  # stored bytes that are read and converted at a time
+_COPY_BYTES = 8 << 20  # stored bytes that are read at a time
+_DECODE_BYTES = 1 << 19  # the same where codes become fp32 values on the way, which takes up to 20 times as much
 _LISTED = 20
 
 
@@ -204,9 +205,9 @@ def _pick(stack: Tensor | QuantTensor, index: int) -> Tensor | QuantTensor:
     return stack[index]
 
 
-def row_chunks(rows: slice, row_bytes: int) -> Iterator[tuple[int, int]]:
-    """Cuts a range of rows into runs of about _CHUNK_BYTES that end on scale blocks."""
-    step = max(BLOCK, _CHUNK_BYTES // max(row_bytes, 1) // BLOCK * BLOCK)
+def row_chunks(rows: slice, row_bytes: int, size: int = _DECODE_BYTES) -> Iterator[tuple[int, int]]:
+    """Cuts a range of rows into runs of about `size` bytes that end on scale blocks."""
+    step = max(BLOCK, size // max(row_bytes, 1) // BLOCK * BLOCK)
     start = rows.start
     while start < rows.stop:
         end = min(rows.stop, (start + step) // BLOCK * BLOCK)
@@ -229,7 +230,9 @@ def _fill(target: Tensor | QuantTensor, checkpoint: Checkpoint, spec: TensorSpec
         cols = slices[1]
         scale_rows = rows if spec.dtype == "fp4" else _blocks(rows)
         target.scale.copy_(_read_scale(checkpoint, spec, scale_rows, _blocks(cols)))
-    for start, end in row_chunks(rows, entry.nbytes // max(entry.shape[0], 1)):
+    decode = spec.scale_name is not None and isinstance(target, Tensor)
+    chunk = _DECODE_BYTES if decode else _COPY_BYTES
+    for start, end in row_chunks(rows, entry.nbytes // max(entry.shape[0], 1), chunk):
         stored = read_rows(entry, start, end)
         here = slice(start - rows.start, end - rows.start)
         if isinstance(target, QuantTensor):

@@ -72,7 +72,7 @@ def fp8_block_dequant(weight: Tensor, scale: Tensor, row0: int = 0, col0: int = 
     rows, cols = weight.shape[-2:]
     factor = e8m0_to_float(scale).repeat_interleave(BLOCK, -2)[..., row0 : row0 + rows, :]
     factor = factor.repeat_interleave(BLOCK, -1)[..., col0 : col0 + cols]
-    return weight.float() * factor
+    return weight.float().mul_(factor)
 
 
 def fp4_dequant(packed: Tensor, scale: Tensor) -> Tensor:
@@ -80,7 +80,7 @@ def fp4_dequant(packed: Tensor, scale: Tensor) -> Tensor:
     byte = torch.arange(256, dtype=torch.uint8, device=packed.device)
     pairs = e2m1_values(torch.stack([byte & 15, byte >> 4], -1))  # [256, 2]: low nibble first
     values = pairs[packed.view(torch.uint8).int()].flatten(-2)
-    return (values.unflatten(-1, (-1, BLOCK)) * e8m0_to_float(scale)[..., None]).flatten(-2)
+    return values.unflatten(-1, (-1, BLOCK)).mul_(e8m0_to_float(scale)[..., None]).flatten(-2)
 
 
 def row_dequant(codes: Tensor, scale: Tensor) -> Tensor:
