@@ -113,7 +113,7 @@ def run(args: argparse.Namespace) -> int:
         if args.model is None:
             raise ValueError("MODEL_OR_CONFIG is missing; a model folder or a config.json is needed")
         return _plan(args)
-    except ValueError as error:  # ConfigError and HardwareError are ValueErrors
+    except (ValueError, OSError) as error:  # ConfigError and HardwareError are ValueErrors
         print(f"paraflash plan: {error}", file=sys.stderr)
         return 2
 

@@ -58,6 +58,6 @@ def draw(
     lines.set_ylim(bottom=0)
     lines.set_xlabel("prompt tokens")
     lines.set_ylabel("input tokens/s, predicted")
-    lines.set_title(f"{shown[0].topology.world if shown else 0} x {hardware.name}")
+    lines.set_title(f"{predictions[0].topology.world} x {hardware.name}, one prompt at a time")
     lines.legend(frameon=False)
     figure.savefig(path, dpi=120)

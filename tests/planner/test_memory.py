@@ -1,0 +1,117 @@
+"""Bytes of the memory plan against the totals that model.md gives for the release."""
+
+from __future__ import annotations
+
+import pytest
+
+from paraflash.planner.cost import Topology
+from paraflash.planner.memory import (
+    MemoryOptions,
+    cache_records,
+    checkpoint_bytes,
+    kv_bytes_per_token,
+    rank_memory,
+    weight_bytes,
+    window_bytes,
+)
+
+from .helpers import hardware, released
+
+EXPERTS = 40 * 384 * 3 * 5120 * 2304 * 17 // 32  # half a byte a value and a scale byte for 32
+ENGRAM = (384006168 + 384016682) * 264
+
+
+def fp8(params: int) -> int:
+    return params + params // 1024
+
+
+def draft_head_bytes() -> int:
+    """mtp.*, by the shapes of model.md section 7."""
+    attention = fp8(126_615_552) + 2 * (1280 + 512) + 4 * 64
+    mixes = 2 * 4 * (24 * 20480 + 24 + 3)
+    router = 2 * 128 * 5120 + 2 * 4 * 128
+    experts = 128 * 3 * 5120 * 2304 * 17 // 32 + fp8(3 * 5120 * 2304)
+    block = attention + mixes + router + experts + 2 * 2 * 5120
+    return 3 * block + fp8(5120 * 15360) + 2 * 2 * 5120 + 2 * 2 * 129280 * 256 + 2 * 5376
+
+
+def test_text_tensors_and_draft_head_leave_the_published_total_just_the_vision_tower():
+    vision = 32 * (4 * 1024 * 1024 + 3 * 1024 * 2816) * 2
+    rest = 510_286_023_000 - checkpoint_bytes(released()) - draft_head_bytes()
+    assert vision < rest < 1.25 * vision  # its blocks, plus the patch embedding and the aligner
+
+
+@pytest.mark.parametrize("tp", [1, 2, 4, 8])
+def test_every_split_of_eight_holds_the_same_experts(tp):
+    experts, _, engram = weight_bytes(released(), Topology(tp, 8 // tp), False)
+    assert experts == EXPERTS / 8
+    assert engram == ENGRAM
+
+
+def test_dense_weights_of_one_rank_are_all_that_is_left_of_the_text_checkpoint():
+    _, dense, _ = weight_bytes(released(), Topology(1, 1), False)
+    assert dense == checkpoint_bytes(released()) - EXPERTS - ENGRAM
+
+
+def test_expanding_fp8_doubles_those_matrices_and_nothing_else():
+    stored = weight_bytes(released(), Topology(1, 1), False)
+    expanded = weight_bytes(released(), Topology(1, 1), True)
+    fp8_params = 40 * (126_615_552 + 3 * 5120 * 2304) + 8 * 4096 * 1280 + 2 * 25600 * 6144
+    assert expanded[1] - stored[1] == fp8_params - fp8_params // 1024
+    assert expanded[0] == stored[0]
+
+
+@pytest.mark.parametrize(
+    ("dtype", "nbytes"), [("nvfp4_ds_mla", 890), ("fp8_ds_mla", 1790), ("bfloat16", 2.5 * (1024 + 256))]
+)
+def test_kv_bytes_a_token(dtype, nbytes):
+    assert kv_bytes_per_token(released(), cache_records(released(), dtype)) == nbytes
+
+
+def test_windows_of_one_request_take_the_documented_bytes():
+    records = cache_records(released(), "fp8_ds_mla")
+    ring = 3 * 2 * 512 * 4
+    assert window_bytes(released(), records, 1) == pytest.approx(2.85 * 2**20 + ring, rel=0.002)
+
+
+def plan(topology: Topology | None = None, **options: object):
+    return rank_memory(released(), topology or Topology(2, 4), hardware(), MemoryOptions(**options), 4096, 32768)
+
+
+def test_kv_fills_what_the_utilization_leaves():
+    memory = plan()
+    room = 0.92 * hardware().memory_bytes - memory.fixed
+    assert memory.kv_tokens % 64 == 0
+    assert 0 <= room - memory.kv_tokens * memory.kv_bytes_per_token < 64 * memory.kv_bytes_per_token
+
+
+def test_smaller_records_hold_more_tokens():
+    assert (
+        plan(kv_cache_dtype="nvfp4_ds_mla").kv_tokens > plan(kv_cache_dtype="fp8_ds_mla").kv_tokens > plan().kv_tokens
+    )
+
+
+def test_more_pcp_means_more_dense_bytes_a_rank():
+    dense = [plan(Topology(tp, 8 // tp)).dense for tp in (8, 4, 2, 1)]
+    assert dense == sorted(dense) and len(set(dense)) == 4
+
+
+def test_engram_stands_once_in_host_memory_or_in_tp_shares_on_the_gpus():
+    host, gpu = plan(), plan(engram_on_gpu=True)
+    assert (host.host_node, host.engram) == (ENGRAM, 0)
+    assert (gpu.host_node, gpu.engram) == (0, ENGRAM / 2)
+
+
+def test_nothing_is_left_for_kv_where_the_weights_do_not_fit():
+    assert plan(Topology(1, 1)).kv_tokens == 0
+
+
+@pytest.mark.parametrize("value", [0.0, 1.5, float("nan")])
+def test_utilization_out_of_range_is_refused(value):
+    with pytest.raises(ValueError, match="gpu_memory_utilization"):
+        plan(gpu_memory_utilization=value)
+
+
+def test_unknown_dense_weights_are_refused():
+    with pytest.raises(ValueError, match="dense_weights is 'int4'"):
+        plan(dense_weights="int4")
