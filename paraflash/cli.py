@@ -22,7 +22,9 @@ def main(argv: list[str] | None = None) -> int:
     argv = sys.argv[1:] if argv is None else argv
     from paraflash import __version__
 
-    parser = argparse.ArgumentParser(prog="paraflash", description="Serve DeepSeek-V4.1-Flash with prefill context parallelism.")
+    parser = argparse.ArgumentParser(
+        prog="paraflash", description="Serve DeepSeek-V4.1-Flash with prefill context parallelism."
+    )
     parser.add_argument("--version", action="version", version=f"paraflash {__version__}")
     commands = parser.add_subparsers(dest="command", metavar="COMMAND", required=True)
     chosen = next((word for word in argv if not word.startswith("-")), None)

@@ -84,7 +84,9 @@ def encode_mxfp4(x: Tensor, group: int = 32) -> tuple[Tensor, Tensor]:
 def decode_mxfp4(codes: Tensor, scale: Tensor) -> Tensor:
     """Inverse of `encode_mxfp4`, fp32."""
     group = codes.shape[-1] // scale.shape[-1]
-    return (e2m1_values(codes).unflatten(-1, (-1, group)) * exp2_int(scale.to(torch.int32) - 127)[..., None]).flatten(-2)
+    return (e2m1_values(codes).unflatten(-1, (-1, group)) * exp2_int(scale.to(torch.int32) - 127)[..., None]).flatten(
+        -2
+    )
 
 
 def round_window(x: Tensor) -> Tensor:

@@ -24,7 +24,9 @@ class RecordPool:
             stride, start = (data + scale, data + scale), (0, data)
         page = self.storage.stride(0)
         self._data = self.storage.as_strided((pages, entries, data), (page, stride[0], 1), start[0])
-        self._scale = self.storage.as_strided((pages, entries, scale), (page, stride[1], 1), start[1]) if scale else None
+        self._scale = (
+            self.storage.as_strided((pages, entries, scale), (page, stride[1], 1), start[1]) if scale else None
+        )
 
     @property
     def nbytes(self) -> int:

@@ -32,14 +32,18 @@ class KVCache:
     """latents, index_keys: pool per KV owner. rings: pool per layer, one page per slot. open_rows: fp32
     [slots, 2 * head_dim] per ratio-2 owner, the [kv | score] row of a request's newest unpaired token."""
 
-    def __init__(self, model: ModelConfig, fmt: KVFormat, num_blocks: int, block_size: int, slots: int, device: torch.device):
+    def __init__(
+        self, model: ModelConfig, fmt: KVFormat, num_blocks: int, block_size: int, slots: int, device: torch.device
+    ):
         self.format, self.num_blocks, self.block_size = fmt, num_blocks, block_size
         owners = model.kv_owners
         self.latents = {o.index: RecordPool(fmt.latent, num_blocks, block_size // o.ratio, device) for o in owners}
         self.index_keys = {o.index: RecordPool(fmt.index, num_blocks, block_size // o.ratio, device) for o in owners}
         self.rings = [RecordPool(fmt.window, slots, model.window, device) for _ in model.layers]
         self.open_rows = {
-            o.index: torch.zeros(slots, 2 * model.head_dim, dtype=torch.float32, device=device) for o in owners if o.ratio == 2
+            o.index: torch.zeros(slots, 2 * model.head_dim, dtype=torch.float32, device=device)
+            for o in owners
+            if o.ratio == 2
         }
 
     def _parts(self) -> list[torch.Tensor]:

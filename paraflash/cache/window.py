@@ -90,7 +90,9 @@ def plan_window(
         send_counts.append(count)
     for segment in sources[rank]:
         start = spans[segment.request].start
-        source_rows[segment.request][segment.start - start : segment.end - start] = segment.local_row + np.arange(segment.length)
+        source_rows[segment.request][segment.start - start : segment.end - start] = segment.local_row + np.arange(
+            segment.length
+        )
 
     prior_first = {}  # request -> (first prior position, key row of it)
     prior_slots: list[Ints] = []
@@ -117,7 +119,12 @@ def plan_window(
     tail_rows = [source_rows[i][tail - spans[i].start] for i, tail in enumerate(tails)]
     tail_slots = [spans[i].slot * window + tail % window for i, tail in enumerate(tails)]
     return WindowPlan(
-        _concat(prior_slots), _concat(send_rows), tuple(send_counts), np.concatenate(index), _concat(tail_rows), _concat(tail_slots)
+        _concat(prior_slots),
+        _concat(send_rows),
+        tuple(send_counts),
+        np.concatenate(index),
+        _concat(tail_rows),
+        _concat(tail_slots),
     )
 
 

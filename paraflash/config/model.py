@@ -137,25 +137,25 @@ class _Fields:
             return default
         raise ConfigError(f"{self.where}.{name} is missing")
 
-    def int(self, name: str, default: int | None = None, low: int = 0) -> int:
+    def integer(self, name: str, default: int | None = None, low: int = 0) -> int:
         value = self._get(name, default)
         if isinstance(value, bool) or not isinstance(value, int) or value < low:
             raise ConfigError(f"{self.where}.{name} is {value!r}; an integer of at least {low} is needed")
         return value
 
-    def float(self, name: str, default: float | None = None) -> float:
+    def number(self, name: str, default: float | None = None) -> float:
         value = self._get(name, default)
         if isinstance(value, bool) or not isinstance(value, (int, float)) or not value >= 0:
             raise ConfigError(f"{self.where}.{name} is {value!r}; a number of at least 0 is needed")
         return float(value)
 
-    def bool(self, name: str, default: bool) -> bool:
+    def flag(self, name: str, default: bool) -> bool:
         value = self._get(name, default)
         if not isinstance(value, bool):
             raise ConfigError(f"{self.where}.{name} is {value!r}; true or false is needed")
         return value
 
-    def ints(self, name: str, default: list[int] | None = None) -> list[int]:
+    def integers(self, name: str, default: list[int] | None = None) -> list[int]:
         value = self._get(name, default)
         if not isinstance(value, list) or any(isinstance(v, bool) or not isinstance(v, int) for v in value):
             raise ConfigError(f"{self.where}.{name} is {value!r}; a list of integers is needed")
@@ -182,34 +182,40 @@ def _check_sources(name: str, sources: list[int], ratios: list[int]) -> None:
 
 
 def _layer_specs(text: _Fields, num_layers: int, engram_layers: list[int]) -> tuple[LayerSpec, ...]:
-    ratios = text.ints("compress_ratios")
+    ratios = text.integers("compress_ratios")
     if len(ratios) < num_layers:
         raise ConfigError(f"text_config.compress_ratios has {len(ratios)} entries for {num_layers} layers")
     ratios = ratios[:num_layers]  # entries past the backbone belong to the draft head
     if any(r not in (0, 1, 2) for r in ratios):
         raise ConfigError(f"text_config.compress_ratios is {ratios}; each entry must be 0, 1 or 2")
-    kv_sources, index_sources = text.ints("kv_source_layer_ids"), text.ints("index_source_layer_ids")
+    kv_sources, index_sources = text.integers("kv_source_layer_ids"), text.integers("index_source_layer_ids")
     _check_sources("kv_source_layer_ids", kv_sources, ratios)
     _check_sources("index_source_layer_ids", index_sources, ratios)
     candidate = text.data.get("candidate_source_layer_id", -1)
     if isinstance(candidate, bool) or not isinstance(candidate, int):
         raise ConfigError(f"text_config.candidate_source_layer_id is {candidate!r}; an integer is needed")
     if candidate >= 0 and candidate not in index_sources:
-        raise ConfigError(f"text_config.candidate_source_layer_id is {candidate}, which is not in index_source_layer_ids")
+        raise ConfigError(
+            f"text_config.candidate_source_layer_id is {candidate}, which is not in index_source_layer_ids"
+        )
 
     specs = []
     for i, ratio in enumerate(ratios):
         kv_owner = _owner(kv_sources, i) if ratio else None
         index_owner = _owner(index_sources, i) if ratio else None
         if ratio and (kv_owner is None or index_owner is None):
-            raise ConfigError(f"text_config.kv_source_layer_ids and index_source_layer_ids leave layer {i} without a source")
+            raise ConfigError(
+                f"text_config.kv_source_layer_ids and index_source_layer_ids leave layer {i} without a source"
+            )
         if kv_owner is not None and index_owner is not None:
             if ratios[kv_owner] != ratio:
                 raise ConfigError(
                     f"text_config.compress_ratios: layer {i} has ratio {ratio} but reads layer {kv_owner} of ratio {ratios[kv_owner]}"
                 )
             if index_owner < kv_owner:
-                raise ConfigError(f"text_config.index_source_layer_ids: layer {i} would use layer {index_owner}'s choice over layer {kv_owner}'s KV")
+                raise ConfigError(
+                    f"text_config.index_source_layer_ids: layer {i} would use layer {index_owner}'s choice over layer {kv_owner}'s KV"
+                )
         applies = candidate >= 0 and i > candidate and i in index_sources and kv_owner == _owner(kv_sources, candidate)
         specs.append(
             LayerSpec(
@@ -234,14 +240,14 @@ def _quant_spec(data: dict[str, Any]) -> QuantSpec | None:
     q = _Fields(raw, "quantization_config")
     q.only("quant_method", ("fp8",))
     q.only("scale_fmt", ("ue8m0",), "ue8m0")
-    block = q.ints("weight_block_size")
+    block = q.integers("weight_block_size")
     if block != [32, 32]:
         raise ConfigError(f"quantization_config.weight_block_size is {block}; this model uses [32, 32]")
     return QuantSpec(weight_block=32, fp4_experts=q.only("expert_dtype", ("fp4", "fp8"), "fp4") == "fp4")
 
 
 def _compress_rope(text: _Fields) -> RopeSpec:
-    theta = text.float("compress_rope_theta")
+    theta = text.number("compress_rope_theta")
     raw = text.data.get("rope_scaling")
     if raw is None:
         return RopeSpec(theta)
@@ -251,10 +257,10 @@ def _compress_rope(text: _Fields) -> RopeSpec:
     scaling.only("rope_type", ("yarn",))  # some copies spell the key "type"
     return RopeSpec(
         theta=theta,
-        factor=scaling.float("factor"),
-        beta_fast=scaling.float("beta_fast", 32.0),
-        beta_slow=scaling.float("beta_slow", 1.0),
-        original_positions=scaling.int("original_max_position_embeddings", low=1),
+        factor=scaling.number("factor"),
+        beta_fast=scaling.number("beta_fast", 32.0),
+        beta_slow=scaling.number("beta_slow", 1.0),
+        original_positions=scaling.integer("original_max_position_embeddings", low=1),
     )
 
 
@@ -267,16 +273,23 @@ def parse_config(data: dict[str, Any]) -> ModelConfig:
     if "text_config" in data and not isinstance(data["text_config"], dict):
         raise ConfigError("config.json.text_config must be an object")
     # Token ids and dtype stand at the top in the release; a flattened file has everything there.
-    merged = {**data.get("text_config", {}), **{k: v for k, v in data.items() if k not in ("text_config", "model_type")}}
+    merged = {
+        **data.get("text_config", {}),
+        **{k: v for k, v in data.items() if k not in ("text_config", "model_type")},
+    }
     text = _Fields(merged, "text_config")
 
-    num_layers = text.int("num_hidden_layers", low=1)
-    engram_layers = text.ints("engram_layer_ids", [])
-    engram_rows = text.ints("engram_num_embeddings", [])
+    num_layers = text.integer("num_hidden_layers", low=1)
+    engram_layers = text.integers("engram_layer_ids", [])
+    engram_rows = text.integers("engram_num_embeddings", [])
     if len(engram_rows) != len(engram_layers):
-        raise ConfigError(f"text_config.engram_num_embeddings has {len(engram_rows)} entries for {len(engram_layers)} engram_layer_ids")
+        raise ConfigError(
+            f"text_config.engram_num_embeddings has {len(engram_rows)} entries for {len(engram_layers)} engram_layer_ids"
+        )
     if engram_layers != sorted(set(engram_layers)) or any(not 0 <= i < num_layers for i in engram_layers):
-        raise ConfigError(f"text_config.engram_layer_ids is {engram_layers}; ascending layer ids below {num_layers} are needed")
+        raise ConfigError(
+            f"text_config.engram_layer_ids is {engram_layers}; ascending layer ids below {num_layers} are needed"
+        )
     text.only("hidden_act", ("silu",), "silu")
     text.only("scoring_func", ("sqrtsoftplus",), "sqrtsoftplus")
     text.only("topk_method", ("noaux_tc",), "noaux_tc")
@@ -285,60 +298,64 @@ def parse_config(data: dict[str, Any]) -> ModelConfig:
     text.only("tie_word_embeddings", (False,), False)
     text.only("n_shared_experts", (1,), 1)
     eos = merged.get("eos_token_id", 1)
-    num_heads, o_groups = text.int("num_attention_heads", low=1), text.int("o_groups", low=1)
-    head_dim, rope_dim = text.int("head_dim", low=2), text.int("qk_rope_head_dim", low=2)
+    num_heads, o_groups = text.integer("num_attention_heads", low=1), text.integer("o_groups", low=1)
+    head_dim, rope_dim = text.integer("head_dim", low=2), text.integer("qk_rope_head_dim", low=2)
     if num_heads % o_groups:
         raise ConfigError(f"text_config.o_groups is {o_groups}, which does not divide num_attention_heads {num_heads}")
     if rope_dim % 2 or rope_dim > head_dim:
-        raise ConfigError(f"text_config.qk_rope_head_dim is {rope_dim}; an even number of at most head_dim {head_dim} is needed")
-    num_experts, per_token = text.int("n_routed_experts", low=1), text.int("num_experts_per_tok", low=1)
+        raise ConfigError(
+            f"text_config.qk_rope_head_dim is {rope_dim}; an even number of at most head_dim {head_dim} is needed"
+        )
+    num_experts, per_token = text.integer("n_routed_experts", low=1), text.integer("num_experts_per_tok", low=1)
     if per_token > num_experts:
         raise ConfigError(f"text_config.num_experts_per_tok is {per_token}, more than n_routed_experts {num_experts}")
 
     return ModelConfig(
-        vocab_size=text.int("vocab_size", low=1),
-        hidden_size=text.int("hidden_size", low=1),
+        vocab_size=text.integer("vocab_size", low=1),
+        hidden_size=text.integer("hidden_size", low=1),
         num_layers=num_layers,
         num_heads=num_heads,
         head_dim=head_dim,
         rope_dim=rope_dim,
-        q_lora_rank=text.int("q_lora_rank", low=1),
+        q_lora_rank=text.integer("q_lora_rank", low=1),
         o_groups=o_groups,
-        o_lora_rank=text.int("o_lora_rank", low=1),
-        rms_eps=text.float("rms_norm_eps"),
-        swiglu_limit=text.float("swiglu_limit"),
-        max_position_embeddings=text.int("max_position_embeddings", low=1),
-        window=text.int("sliding_window", low=1),
-        moe_intermediate_size=text.int("moe_intermediate_size", low=1),
+        o_lora_rank=text.integer("o_lora_rank", low=1),
+        rms_eps=text.number("rms_norm_eps"),
+        swiglu_limit=text.number("swiglu_limit"),
+        max_position_embeddings=text.integer("max_position_embeddings", low=1),
+        window=text.integer("sliding_window", low=1),
+        moe_intermediate_size=text.integer("moe_intermediate_size", low=1),
         num_experts=num_experts,
         num_shared_experts=1,
         experts_per_token=per_token,
-        routed_scaling_factor=text.float("routed_scaling_factor"),
-        norm_topk_prob=text.bool("norm_topk_prob", True),
-        gate_temp=text.float("gate_temp", 1.0),
-        index_heads=text.int("index_n_heads", low=1),
-        index_head_dim=text.int("index_head_dim", low=rope_dim),
-        index_topk=text.int("index_topk", low=1),
-        candidate_topk_blocks=text.int("candidate_topk_blocks", 1, low=1),
-        candidate_block_size=text.int("candidate_block_size", 1, low=1),
-        hc_mult=text.int("hc_mult", low=1),
-        hc_sinkhorn_iters=text.int("hc_sinkhorn_iters", low=1),
-        hc_eps=text.float("hc_eps"),
+        routed_scaling_factor=text.number("routed_scaling_factor"),
+        norm_topk_prob=text.flag("norm_topk_prob", True),
+        gate_temp=text.number("gate_temp", 1.0),
+        index_heads=text.integer("index_n_heads", low=1),
+        index_head_dim=text.integer("index_head_dim", low=rope_dim),
+        index_topk=text.integer("index_topk", low=1),
+        candidate_topk_blocks=text.integer("candidate_topk_blocks", 1, low=1),
+        candidate_block_size=text.integer("candidate_block_size", 1, low=1),
+        hc_mult=text.integer("hc_mult", low=1),
+        hc_sinkhorn_iters=text.integer("hc_sinkhorn_iters", low=1),
+        hc_eps=text.number("hc_eps"),
         engram_layers=tuple(engram_layers),
         engram_rows=tuple(engram_rows),
-        engram_vocab_size=text.int("engram_vocab_size", 2 if not engram_layers else None, low=2),
-        engram_max_ngram=text.int("engram_max_ngram_size", 2 if not engram_layers else None, low=2),
-        engram_heads=text.int("engram_n_heads", 1 if not engram_layers else None, low=1),
-        engram_head_dim=text.int("engram_head_dim", 1 if not engram_layers else None, low=1),
-        engram_pad_token_id=text.int("engram_pad_token_id", 2),
-        engram_compressed_vocab_size=text.int("engram_compressed_vocab_size", 1 if not engram_layers else None, low=1),
-        window_rope=RopeSpec(text.float("rope_theta")),
+        engram_vocab_size=text.integer("engram_vocab_size", 2 if not engram_layers else None, low=2),
+        engram_max_ngram=text.integer("engram_max_ngram_size", 2 if not engram_layers else None, low=2),
+        engram_heads=text.integer("engram_n_heads", 1 if not engram_layers else None, low=1),
+        engram_head_dim=text.integer("engram_head_dim", 1 if not engram_layers else None, low=1),
+        engram_pad_token_id=text.integer("engram_pad_token_id", 2),
+        engram_compressed_vocab_size=text.integer(
+            "engram_compressed_vocab_size", 1 if not engram_layers else None, low=1
+        ),
+        window_rope=RopeSpec(text.number("rope_theta")),
         compress_rope=_compress_rope(text),
         layers=_layer_specs(text, num_layers, engram_layers),
         quant=_quant_spec(data),
-        bos_token_id=text.int("bos_token_id", 0),
-        eos_token_ids=tuple(eos) if isinstance(eos, list) else (text.int("eos_token_id", 1),),
-        pad_token_id=text.int("pad_token_id", 2),
+        bos_token_id=text.integer("bos_token_id", 0),
+        eos_token_ids=tuple(eos) if isinstance(eos, list) else (text.integer("eos_token_id", 1),),
+        pad_token_id=text.integer("pad_token_id", 2),
         dtype=text.only("dtype", ("bfloat16", "float32"), merged.get("torch_dtype", "bfloat16")),
     )
 

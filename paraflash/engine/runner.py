@@ -137,14 +137,21 @@ class ModelRunner:
         spans = spans_of(requests)
         plan = plan_of(spans, mesh.pcp.size)
         batch = build_batch(spans, plan, model, mesh, self.config.block_size)
-        kept = [s.length if r.kept_rows < 0 else min(r.kept_rows, s.length) for r, s in zip(requests, spans, strict=True)]
+        kept = [
+            s.length if r.kept_rows < 0 else min(r.kept_rows, s.length) for r, s in zip(requests, spans, strict=True)
+        ]
         trailing = None
         if any(k < s.length for k, s in zip(kept, spans, strict=True)):
             trailing = build_trailing(spans, kept, batch, model, mesh, self.config.block_size)
         local = plan.rows[mesh.pcp.rank]
         token_ids = np.concatenate([r.token_ids for r in requests]).astype(np.int64)[local]
         hidden = self.transformer.forward(
-            to_device(token_ids, mesh.device), self._engram_rows(requests, local), batch, self.cache, trailing, self.progress
+            to_device(token_ids, mesh.device),
+            self._engram_rows(requests, local),
+            batch,
+            self.cache,
+            trailing,
+            self.progress,
         )
         self.progress()
         output = self._finish(step, hidden, trailing.batch if trailing else batch)
@@ -158,7 +165,10 @@ class ModelRunner:
         model = self.model_config
         if self.token_map is None:
             return lambda n: torch.empty(0)
-        windows = [engram_hash.make_windows(r.token_ids, r.lookback, model.engram_max_ngram) for r in requests]
+        windows = [
+            engram_hash.make_windows(r.token_ids.astype(np.int64), r.lookback.astype(np.int64), model.engram_max_ngram)
+            for r in requests
+        ]
         ids = engram_hash.hash_windows(model, self.token_map, np.concatenate(windows)[local])
         self.transformer.probe("engram.hash_ids", ids)
         return lambda n: self.tables[n].lookup(ids[:, n]).flatten(1).to(self.mesh.device)
@@ -177,7 +187,11 @@ class ModelRunner:
         rows = RowGather(mesh.pcp, counts, "sampled", mesh.device).gather(hidden[to_device(mine, mesh.device)])
         place = {key: row for row, key in enumerate(keys)}
 
-        sampled = [(i, place[i, r.num_computed + r.num_tokens - 1]) for i, r in enumerate(step.requests) if r.sample is not None]
+        sampled = [
+            (i, place[i, r.num_computed + r.num_tokens - 1])
+            for i, r in enumerate(step.requests)
+            if r.sample is not None
+        ]
         output = StepOutput(step.step_id)
         if sampled:
             logits = self.transformer.logits(rows[[row for _, row in sampled]])
@@ -218,7 +232,9 @@ def spans_of(requests: Sequence[StepRequest]) -> list[Span]:
     ]
 
 
-def wanted_rows(plan: Plan, wanted: set[tuple[int, int]], rank: int) -> tuple[list[tuple[int, int]], list[int], np.ndarray]:
+def wanted_rows(
+    plan: Plan, wanted: set[tuple[int, int]], rank: int
+) -> tuple[list[tuple[int, int]], list[int], np.ndarray]:
     """(request, position) of the wanted rows in rank-major order, how many each rank has, and this rank's local rows."""
     keys: list[tuple[int, int]] = []
     counts, mine = [], []

@@ -65,7 +65,9 @@ class Kernels(Protocol):
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
         """x [.., n] -> x dtype (model.md 3.3)."""
 
-    def hc_mixes(self, streams: Tensor, fn: Tensor, scale: Tensor, base: Tensor, iters: int, hc_eps: float, rms_eps: float) -> tuple[Tensor, Tensor, Tensor]:
+    def hc_mixes(
+        self, streams: Tensor, fn: Tensor, scale: Tensor, base: Tensor, iters: int, hc_eps: float, rms_eps: float
+    ) -> tuple[Tensor, Tensor, Tensor]:
         """streams [T, K, D] -> pre [T, K], post [T, K], comb [T, K, K], all fp32 (model.md 3.2)."""
 
     def hc_collapse(self, streams: Tensor, pre: Tensor, weight: Tensor, eps: float) -> Tensor:
@@ -77,7 +79,9 @@ class Kernels(Protocol):
     def rope(self, x: Tensor, rotary: Rotary, inverse: bool = False) -> Tensor:
         """Rotates adjacent pairs of the last rope channels of x [T, .., d] (model.md 3.4)."""
 
-    def window_rows(self, kv: Tensor, weight: Tensor, eps: float, rotary: Rotary, record: Record, trained: bool) -> Tensor:
+    def window_rows(
+        self, kv: Tensor, weight: Tensor, eps: float, rotary: Rotary, record: Record, trained: bool
+    ) -> Tensor:
         """Norm, rope, trained rounding, record: kv [T, d] -> bytes [T, record.nbytes] (model.md 3.6)."""
 
     def pool_pairs(self, first: Tensor, second: Tensor) -> Tensor:
@@ -86,13 +90,25 @@ class Kernels(Protocol):
     def latent_rows(self, latent: Tensor, rotary: Rotary, record: Record, trained: bool) -> Tensor:
         """Rope, trained rounding, record: normed latents [G, d] -> bytes [G, record.nbytes] (model.md 3.7)."""
 
-    def index_rows(self, latent: Tensor, wk: Any, weight: Tensor, eps: float, rotary: Rotary, record: Record, trained: bool) -> Tensor:
+    def index_rows(
+        self, latent: Tensor, wk: Any, weight: Tensor, eps: float, rotary: Rotary, record: Record, trained: bool
+    ) -> Tensor:
         """Index keys of normed latents before rope: [G, d] -> bytes [G, record.nbytes] (model.md 3.8)."""
 
     def index_queries(self, q: Tensor, rotary: Rotary, trained: bool) -> Tensor:
         """Rope and trained rounding of index queries [T, heads, di] (model.md 3.9)."""
 
-    def select_entries(self, q: Tensor, weights: Tensor, pool: RecordPool, rows: IndexRows, topk: int, scale: float, candidates: Any = None, publish: tuple[int, int] | None = None) -> tuple[Tensor, Any]:
+    def select_entries(
+        self,
+        q: Tensor,
+        weights: Tensor,
+        pool: RecordPool,
+        rows: IndexRows,
+        topk: int,
+        scale: float,
+        candidates: Any = None,
+        publish: tuple[int, int] | None = None,
+    ) -> tuple[Tensor, Any]:
         """Top-k compressed entries of each row (model.md 3.9): q [T, heads, di], weights [T, heads] ->
         entries [T, topk] int64, -1 where fewer are allowed, ties to the lower index; and, with publish =
         (blocks, block size), the candidate set to hand to later layers as `candidates` (equal blocks: the newer)."""
@@ -100,7 +116,16 @@ class Kernels(Protocol):
     def window_keys(self, ring: RecordPool, prior_slots: Tensor, rows: Tensor) -> Any:
         """Keys of this step's windows: ring rows at prior_slots [n], then the step's own rows (bytes [m, nbytes])."""
 
-    def attend(self, q: Tensor, keys: Any, window_index: Tensor, pool: RecordPool | None, slots: Tensor | None, sink: Tensor, scale: float) -> Tensor:
+    def attend(
+        self,
+        q: Tensor,
+        keys: Any,
+        window_index: Tensor,
+        pool: RecordPool | None,
+        slots: Tensor | None,
+        sink: Tensor,
+        scale: float,
+    ) -> Tensor:
         """Sink attention of q [T, H, d] over window keys window_index [T, W] and pool slots [T, k] (-1: none)
         -> [T, H, d] in x dtype, before the inverse rope (model.md 3.10)."""
 
@@ -110,10 +135,14 @@ class Kernels(Protocol):
     def engram_write(self, streams: Tensor, u: Tensor, q_weight: Tensor, k_weight: Tensor, eps: float) -> Tensor:
         """Adds the gated value to all streams: streams [T, K, D], u [T, (K+1) * D] (model.md 3.12)."""
 
-    def route(self, h: Tensor, gate: Tensor, bias: Tensor, topk: int, factor: float, renormalise: bool, temperature: float) -> tuple[Tensor, Tensor]:
+    def route(
+        self, h: Tensor, gate: Tensor, bias: Tensor, topk: int, factor: float, renormalise: bool, temperature: float
+    ) -> tuple[Tensor, Tensor]:
         """Expert ids [T, topk] int64 and weights fp32 (model.md 3.13)."""
 
-    def experts(self, h: Tensor, ids: Tensor, weights: Tensor, experts: Expert, limit: float, round_input: bool) -> Tensor:
+    def experts(
+        self, h: Tensor, ids: Tensor, weights: Tensor, experts: Expert, limit: float, round_input: bool
+    ) -> Tensor:
         """Sum over the local routed experts of each row -> fp32 [T, D]; ids of other ranks add nothing (3.13)."""
 
     def swiglu(self, gate: Tensor, up: Tensor, limit: float) -> Tensor:

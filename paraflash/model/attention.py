@@ -22,7 +22,9 @@ from paraflash.parallel.mesh import Mesh
 
 
 class Attention:
-    def __init__(self, model: ModelConfig, layer: LayerSpec, weights: Weights, kernels: Kernels, numerics: Numerics, mesh: Mesh):
+    def __init__(
+        self, model: ModelConfig, layer: LayerSpec, weights: Weights, kernels: Kernels, numerics: Numerics, mesh: Mesh
+    ):
         self.model, self.layer, self.kernels, self.numerics, self.mesh = model, layer, kernels, numerics, mesh
         self.wq_a, self.q_norm, self.wq_b = weights["wq_a"], weights["q_norm"], weights["wq_b"]
         self.wkv, self.kv_norm = weights["wkv"], weights["kv_norm"]
@@ -42,7 +44,9 @@ class Attention:
         latent = self.compressor.write(h, batch.entries[self.layer.ratio], cache) if self.compressor else None
         return keys, latent
 
-    def read(self, h: Tensor, keys: Any, batch: LocalBatch, windows: Windows, cache: KVCache, chosen: Selection) -> Tensor:
+    def read(
+        self, h: Tensor, keys: Any, batch: LocalBatch, windows: Windows, cache: KVCache, chosen: Selection
+    ) -> Tensor:
         """Attention output [T, D] of the batch's rows."""
         k, m, layer, rounded = self.kernels, self.model, self.layer, self.numerics.round_inputs
         rotary = rope_of(batch, layer.ratio)
@@ -61,7 +65,6 @@ class Attention:
 
 def exchange_window(k: Kernels, rows: Any, windows: Windows, ring: Any) -> Any:
     """Keys of the step: earlier rows from the ring, local rows, rows of other ranks; then the ring moves on."""
-
 
     halo = windows.gather.gather(rows[windows.send_rows]) if windows.gather.group.size > 1 else rows[:0]
     step_rows = torch.cat([rows, halo]) if len(halo) else rows

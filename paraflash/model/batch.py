@@ -9,7 +9,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-
 import numpy as np
 import torch
 from torch import Tensor
@@ -155,7 +154,14 @@ def _entries(plan: EntryPlan, ratio: int, model: ModelConfig, mesh: Mesh) -> Ent
     )
 
 
-def _index_rows(spans: Sequence[Span], segments: Sequence[Segment], position: np.ndarray, ratio: int, block_size: int, device: torch.device) -> IndexRows:
+def _index_rows(
+    spans: Sequence[Span],
+    segments: Sequence[Segment],
+    position: np.ndarray,
+    ratio: int,
+    block_size: int,
+    device: torch.device,
+) -> IndexRows:
     runs: list[tuple[int, int, int]] = []
     for s in segments:
         first, end = s.local_row, s.local_row + s.length
@@ -189,7 +195,9 @@ def trailing_spans(spans: Sequence[Span], kept: Sequence[int], window: int) -> l
     ]
 
 
-def build_trailing(spans: Sequence[Span], kept: Sequence[int], batch: LocalBatch, model: ModelConfig, mesh: Mesh, block_size: int) -> Trailing:
+def build_trailing(
+    spans: Sequence[Span], kept: Sequence[int], batch: LocalBatch, model: ModelConfig, mesh: Mesh, block_size: int
+) -> Trailing:
     """The trailing rows re-partitioned over the ranks, so that no rank idles and none holds them all."""
     device, rank, world = mesh.device, mesh.pcp.rank, mesh.pcp.size
     tail_spans = trailing_spans(spans, kept, model.window)
@@ -197,7 +205,9 @@ def build_trailing(spans: Sequence[Span], kept: Sequence[int], batch: LocalBatch
     first_kept = [s.start for s in tail_spans]
     reach = model.window - 1
     # The producing layer's own windows reach behind the first trailing row and keep the batch's own bound.
-    window = plan_window(spans, plan.segments[rank], batch.plan.segments, rank, model.window, lambda s: first_kept[s.request] - reach)
+    window = plan_window(
+        spans, plan.segments[rank], batch.plan.segments, rank, model.window, lambda s: first_kept[s.request] - reach
+    )
 
     send, place, counts = [], {}, []
     row = 0
@@ -224,5 +234,3 @@ def build_trailing(spans: Sequence[Span], kept: Sequence[int], batch: LocalBatch
 
 def rope_of(batch: LocalBatch, ratio: int) -> Rotary:
     return batch.compress_rotary if ratio else batch.window_rotary
-
-

@@ -33,7 +33,9 @@ class Indexer:
         self.wq_b, self.weights_proj = weights["wq_b"], weights["weights_proj"]
         self.scale = model.index_head_dim**-0.5 * model.index_heads**-0.5
 
-    def select(self, h: Tensor, qr: Tensor, rotary: Rotary, rows: IndexRows, pool: RecordPool, chosen: Selection) -> None:
+    def select(
+        self, h: Tensor, qr: Tensor, rotary: Rotary, rows: IndexRows, pool: RecordPool, chosen: Selection
+    ) -> None:
         """Replaces the step's selection by this layer's choice; h [T, D], qr [T, q_lora]."""
         m, k = self.model, self.kernels
         q = k.linear(qr, self.wq_b, self.numerics.round_inputs).unflatten(1, (m.index_heads, m.index_head_dim))

@@ -60,7 +60,9 @@ def entry_slots(span: Span, entries: Ints, per_block: int) -> Ints:
     return span.block_ids[entries // per_block] * per_block + entries % per_block
 
 
-def plan_entries(spans: Sequence[Span], sources: Sequence[Sequence[Segment]], rank: int, ratio: int, block_size: int) -> EntryPlan:
+def plan_entries(
+    spans: Sequence[Span], sources: Sequence[Sequence[Segment]], rank: int, ratio: int, block_size: int
+) -> EntryPlan:
     """Entries closed by this step and, at ratio 2, their linkage on `rank`."""
     per_block = block_size // ratio
     counts, slots = [], []

@@ -16,7 +16,9 @@ from paraflash.parallel.mesh import Mesh
 
 
 class MoE:
-    def __init__(self, model: ModelConfig, weights: Weights, kernels: Kernels, numerics: Numerics, mesh: Mesh, first_expert: int):
+    def __init__(
+        self, model: ModelConfig, weights: Weights, kernels: Kernels, numerics: Numerics, mesh: Mesh, first_expert: int
+    ):
         self.model, self.kernels, self.numerics, self.mesh = model, kernels, numerics, mesh
         self.gate, self.bias = weights["gate"], weights["gate.bias"]
         e = weights.under("experts")
@@ -27,7 +29,9 @@ class MoE:
     def __call__(self, h: Tensor, rows: RowGather) -> tuple[Tensor, Tensor, Tensor]:
         """h [T, D] -> output [T, D] and, for probes, the local rows' expert ids and weights."""
         k, m, rounded = self.kernels, self.model, self.numerics.round_inputs
-        ids, weights = k.route(h, self.gate, self.bias, m.experts_per_token, m.routed_scaling_factor, m.norm_topk_prob, m.gate_temp)
+        ids, weights = k.route(
+            h, self.gate, self.bias, m.experts_per_token, m.routed_scaling_factor, m.norm_topk_prob, m.gate_temp
+        )
         everyone, all_ids, all_weights = rows.gather_packed(h, ids, weights)
         routed = k.experts(everyone, all_ids, all_weights, self.experts, m.swiglu_limit, rounded)
         if self.mesh.world > 1:

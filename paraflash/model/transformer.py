@@ -39,7 +39,16 @@ class State:
 class Block:
     """One layer."""
 
-    def __init__(self, model: ModelConfig, layer: LayerSpec, weights: Weights, kernels: Kernels, numerics: Numerics, mesh: Mesh, first_expert: int):
+    def __init__(
+        self,
+        model: ModelConfig,
+        layer: LayerSpec,
+        weights: Weights,
+        kernels: Kernels,
+        numerics: Numerics,
+        mesh: Mesh,
+        first_expert: int,
+    ):
         self.model, self.layer, self.kernels, self.numerics = model, layer, kernels, numerics
         self.weights = weights
         self.attention = Attention(model, layer, weights.under("attn"), kernels, numerics, mesh)
@@ -50,7 +59,9 @@ class Block:
         """rows [T, columns * width]: the looked-up table rows of each token (model.md 3.12)."""
         assert self.engram is not None
         u = self.kernels.linear(rows, self.engram["wkv"], self.numerics.round_inputs)
-        return self.kernels.engram_write(streams, u, self.engram["q_weight"], self.engram["k_weight"], self.model.rms_eps)
+        return self.kernels.engram_write(
+            streams, u, self.engram["q_weight"], self.engram["k_weight"], self.model.rms_eps
+        )
 
     def mixes(self, streams: Tensor, site: str) -> tuple[Tensor, Tensor, Tensor]:
         w, m = self.weights, self.model
@@ -62,12 +73,21 @@ class Block:
 
 
 class Transformer:
-    def __init__(self, model: ModelConfig, tensors: Mapping[str, Any], kernels: Kernels, numerics: Numerics, mesh: Mesh, first_expert: int):
+    def __init__(
+        self,
+        model: ModelConfig,
+        tensors: Mapping[str, Any],
+        kernels: Kernels,
+        numerics: Numerics,
+        mesh: Mesh,
+        first_expert: int,
+    ):
         self.model, self.kernels, self.numerics, self.mesh = model, kernels, numerics, mesh
         root = Weights(tensors)
         self.embedding, self.head, self.norm = root["embed"], root["head"], root["norm"]
         self.blocks = [
-            Block(model, layer, root.under(f"layers.{layer.index}"), kernels, numerics, mesh, first_expert) for layer in model.layers
+            Block(model, layer, root.under(f"layers.{layer.index}"), kernels, numerics, mesh, first_expert)
+            for layer in model.layers
         ]
         self.first_token = -(-model.vocab_size // mesh.tp.size) * mesh.tp.rank
         self.probe: Probe = no_probe
@@ -109,10 +129,20 @@ class Transformer:
             pre, post, comb = block.mixes(state.streams, "ffn")
             y, ids, weights = block.moe(block.collapse(state, "ffn"), batch.experts)
             state = State(k.hc_expand(y, state.streams, post, comb), pre)
-            self._show(block.layer, ffn_out=y, router_indices=ids, router_weights=weights, streams=state.streams, pre_mix=pre)
+            self._show(
+                block.layer, ffn_out=y, router_indices=ids, router_weights=weights, streams=state.streams, pre_mix=pre
+            )
         return k.hc_collapse(state.streams, state.pre, self.norm, model.rms_eps)
 
-    def _attend(self, block: Block, state: State, batch: LocalBatch, cache: KVCache, chosen: Selection, trailing: Trailing | None) -> tuple[State, LocalBatch]:
+    def _attend(
+        self,
+        block: Block,
+        state: State,
+        batch: LocalBatch,
+        cache: KVCache,
+        chosen: Selection,
+        trailing: Trailing | None,
+    ) -> tuple[State, LocalBatch]:
         """The attention sublayer; with `trailing` all rows write their keys and the trailing rows go on alone."""
         attention = block.attention
         windows = trailing.windows if trailing else batch.windows

@@ -59,7 +59,9 @@ class RowGather:
         flat = [p.contiguous().view(torch.uint8).reshape(p.shape[0], _row_bytes(p)) for p in parts]
         gathered = self.gather(torch.cat(flat, 1)).split([f.shape[1] for f in flat], 1)
         # The copy aligns each part for its own dtype.
-        return [g.flatten().clone().view(p.dtype).reshape(-1, *p.shape[1:]) for g, p in zip(gathered, parts, strict=True)]
+        return [
+            g.flatten().clone().view(p.dtype).reshape(-1, *p.shape[1:]) for g, p in zip(gathered, parts, strict=True)
+        ]
 
 
 def _row_bytes(x: Tensor) -> int:

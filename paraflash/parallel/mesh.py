@@ -50,7 +50,9 @@ class Group:
     def _note(self, op: str, label: str, x: Tensor, start: float) -> None:
         self.seconds[label] = self.seconds.get(label, 0.0) + time.perf_counter() - start
         if self.log is not None:
-            self.log.append(Collective(self.name, op, label, tuple(x.shape), str(x.dtype), x.numel() * x.element_size()))
+            self.log.append(
+                Collective(self.name, op, label, tuple(x.shape), str(x.dtype), x.numel() * x.element_size())
+            )
 
     def all_gather(self, x: Tensor, label: str) -> Tensor:
         """x [n, ..] -> [size * n, ..], rank-major."""

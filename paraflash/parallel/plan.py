@@ -111,7 +111,9 @@ def make_plan(query_lens: Ints, computed_lens: Ints, is_prefill: NDArray[np.bool
     """
     query_lens, computed_lens = np.asarray(query_lens, np.int64), np.asarray(computed_lens, np.int64)
     if world < 1 or (query_lens < 0).any() or (computed_lens < 0).any():
-        raise ValueError(f"world is {world}, query_lens {query_lens}, computed_lens {computed_lens}; none may be negative")
+        raise ValueError(
+            f"world is {world}, query_lens {query_lens}, computed_lens {computed_lens}; none may be negative"
+        )
     first_row = np.concatenate([[0], np.cumsum(query_lens)])
     load = np.zeros(world, dtype=np.int64)
     pieces: list[list[Piece]] = [[] for _ in range(world)]

@@ -10,9 +10,9 @@ from torch import Tensor
 
 from paraflash.cache.pool import RecordPool
 from paraflash.cache.records import Record
+from paraflash.formats import round_activation, round_index, round_latent, round_window
 from paraflash.kernels.interface import IndexRows, Rotary
 from paraflash.kernels.reference.hyper import linear, rms_norm, rope
-from paraflash.formats import round_activation, round_index, round_latent, round_window
 
 QUERY_CHUNK_ELEMENTS = 1 << 24  # bounds the gathered keys of `attend` and the scores of `select_entries`
 
@@ -34,7 +34,9 @@ def latent_rows(latent: Tensor, rotary: Rotary, record: Record, trained: bool) -
     return record.encode(round_latent(x) if trained and not record.trained else x)
 
 
-def index_rows(latent: Tensor, wk: Tensor, weight: Tensor, eps: float, rotary: Rotary, record: Record, trained: bool) -> Tensor:
+def index_rows(
+    latent: Tensor, wk: Tensor, weight: Tensor, eps: float, rotary: Rotary, record: Record, trained: bool
+) -> Tensor:
     x = rope(rms_norm(linear(latent, wk), weight, eps), rotary)
     return record.encode(round_index(x) if trained and not record.trained else x)
 
@@ -62,7 +64,11 @@ def candidate_mask(scores: Tensor, visible: Tensor, blocks: int, size: int) -> T
     """Entries [n, entries] in the kept blocks of each row; the newest visible block is always kept."""
     n, entries = scores.shape
     count = -(-entries // size)
-    best = torch.nn.functional.pad(scores, (0, count * size - entries), value=-math.inf).unflatten(1, (count, size)).amax(-1)
+    best = (
+        torch.nn.functional.pad(scores, (0, count * size - entries), value=-math.inf)
+        .unflatten(1, (count, size))
+        .amax(-1)
+    )
     newest = (visible - 1) // size
     row = torch.arange(n, device=scores.device)[visible > 0]
     best[row, newest[visible > 0]] = math.inf
@@ -79,7 +85,16 @@ def lowest_first_topk(scores: Tensor, k: int) -> tuple[Tensor, Tensor]:
     return value[:, :k], index[:, :k]
 
 
-def select_entries(q: Tensor, weights: Tensor, pool: RecordPool, rows: IndexRows, topk: int, scale: float, candidates: Any = None, publish: tuple[int, int] | None = None) -> tuple[Tensor, Any]:
+def select_entries(
+    q: Tensor,
+    weights: Tensor,
+    pool: RecordPool,
+    rows: IndexRows,
+    topk: int,
+    scale: float,
+    candidates: Any = None,
+    publish: tuple[int, int] | None = None,
+) -> tuple[Tensor, Any]:
     entries = torch.full((q.shape[0], topk), -1, dtype=torch.int64, device=q.device)
     masks: list[Tensor] = []
     for number, (first, end, request) in enumerate(rows.segments):
@@ -104,7 +119,15 @@ def window_keys(ring: RecordPool, prior_slots: Tensor, rows: Tensor) -> Tensor:
     return ring.record.decode(torch.cat([ring.read_raw(prior_slots), rows]))
 
 
-def attend(q: Tensor, keys: Tensor, window_index: Tensor, pool: RecordPool | None, slots: Tensor | None, sink: Tensor, scale: float) -> Tensor:
+def attend(
+    q: Tensor,
+    keys: Tensor,
+    window_index: Tensor,
+    pool: RecordPool | None,
+    slots: Tensor | None,
+    sink: Tensor,
+    scale: float,
+) -> Tensor:
     out = torch.empty_like(q)
     width = window_index.shape[1] + (0 if slots is None else slots.shape[1])
     step = max(1, QUERY_CHUNK_ELEMENTS // (width * q.shape[-1]))

@@ -5,8 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from paraflash.kernels.interface import Rotary
 from paraflash.formats import round_activation
+from paraflash.kernels.interface import Rotary
 
 
 def linear(x: Tensor, weight: Tensor, round_input: bool = False) -> Tensor:
@@ -22,7 +22,9 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     return (f * torch.rsqrt(f.pow(2).mean(-1, keepdim=True) + eps) * weight.float()).to(x.dtype)
 
 
-def hc_mixes(streams: Tensor, fn: Tensor, scale: Tensor, base: Tensor, iters: int, hc_eps: float, rms_eps: float) -> tuple[Tensor, Tensor, Tensor]:
+def hc_mixes(
+    streams: Tensor, fn: Tensor, scale: Tensor, base: Tensor, iters: int, hc_eps: float, rms_eps: float
+) -> tuple[Tensor, Tensor, Tensor]:
     k = streams.shape[1]
     v = streams.flatten(1).float()
     m = (v @ fn.T) * torch.rsqrt(v.pow(2).mean(-1, keepdim=True) + rms_eps)

@@ -9,7 +9,9 @@ from paraflash.kernels.interface import Expert
 from paraflash.kernels.reference.hyper import linear, linear_fp32
 
 
-def route(h: Tensor, gate: Tensor, bias: Tensor, topk: int, factor: float, renormalise: bool, temperature: float) -> tuple[Tensor, Tensor]:
+def route(
+    h: Tensor, gate: Tensor, bias: Tensor, topk: int, factor: float, renormalise: bool, temperature: float
+) -> tuple[Tensor, Tensor]:
     scores = torch.nn.functional.softplus(linear_fp32(h, gate) / temperature).sqrt()
     ids = (scores + bias).sort(dim=-1, descending=True, stable=True).indices[:, :topk]
     weights = scores.gather(1, ids)
