@@ -11,6 +11,7 @@ import asyncio
 import json
 import re
 import time
+from collections.abc import AsyncIterator
 from typing import Any
 from urllib.parse import urlsplit
 
@@ -70,7 +71,6 @@ class _Stream:
     def __init__(self, outcome: Outcome):
         self.outcome = outcome
         self.finished = False
-        self.role_only = False  # the first event only named the role
         self.bare_end = False  # the last event had a finish reason and no text
 
     def event(self, data: dict[str, Any], now: float) -> None:
@@ -85,8 +85,8 @@ class _Stream:
             if delta is None:
                 text, carries = choice.get("text") or "", bool(choice.get("text"))
             else:
-                text = (delta.get("reasoning") or delta.get("reasoning_content") or "") + (delta.get("content") or "")
-                carries = bool(text or delta.get("tool_calls"))
+                text = delta.get("content") or ""
+                carries = any(delta.get(key) for key in ("content", "reasoning", "reasoning_content", "tool_calls"))
             if choice.get("finish_reason"):
                 self.finished, self.outcome.finish_reason = True, choice["finish_reason"]
             if delta is not None and not carries and not self.finished and not self.outcome.chunk_times:
@@ -107,6 +107,19 @@ class _Stream:
             raise ServerProblem("the answer has no token")
 
 
+async def _lines(response: httpx.Response) -> AsyncIterator[tuple[bytes, float]]:
+    """Lines of a stream with their arrival times. Only a line feed ends a line: texts may hold U+2028 and its like,
+    at which httpx's own `aiter_lines` would cut an event in two."""
+    rest = b""
+    async for chunk in response.aiter_bytes():
+        now = time.perf_counter()
+        *lines, rest = (rest + chunk).split(b"\n")
+        for line in lines:
+            yield line, now
+    if rest:
+        yield rest, time.perf_counter()
+
+
 async def stream(
     client: httpx.AsyncClient, endpoint: str, body: dict[str, Any], sent_tokens: int | None = None
 ) -> Outcome:
@@ -118,14 +131,12 @@ async def stream(
         async with client.stream("POST", endpoint, json=body) as response:
             if response.status_code != 200:
                 raise ServerProblem(error_text(response.status_code, (await response.aread()).decode(errors="replace")))
-            async for line in response.aiter_lines():
-                now = time.perf_counter()
-                if not line.startswith("data:"):
-                    continue
-                data = line[5:].strip()
-                if data == "[DONE]":
+            async for line, now in _lines(response):
+                data = line[5:].strip() if line.startswith(b"data:") else b""
+                if data == b"[DONE]":
                     break
-                collected.event(json.loads(data), now)
+                if data:
+                    collected.event(json.loads(data), now)
         collected.close()
     except ServerProblem as problem:
         outcome.error = str(problem)

@@ -110,7 +110,11 @@ def draw_plots(sweep: Sweep, folder: Path) -> list[tuple[str, Path]]:
             continue
         folder.mkdir(parents=True, exist_ok=True)
         # A topology may be absent from some panels; same label, same look everywhere.
-        known = {label: handle for axis in figure.axes for handle, label in zip(*axis.get_legend_handles_labels())}  # noqa: B905
+        known = {
+            label: handle
+            for axis in figure.axes
+            for handle, label in zip(*axis.get_legend_handles_labels(), strict=True)
+        }
         labels, handles = list(known), list(known.values())
         figure.legend(handles, labels, loc="outside upper center", ncols=max(1, len(labels)), frameon=False)
         figure.savefig(path, dpi=130, metadata={"Software": None})

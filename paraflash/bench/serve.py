@@ -15,36 +15,14 @@ from collections import Counter
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from paraflash.bench.flags import count_from, json_object, key_value, positive, share
+
 if TYPE_CHECKING:
     from paraflash.bench.load import Load, Run
     from paraflash.bench.stats import Outcome
 
 _SAMPLING = ("temperature", "top_p", "top_k", "min_p", "frequency_penalty", "presence_penalty", "repetition_penalty")
 _METRICS = ("ttft", "tpot", "itl", "e2el")
-
-
-def _count(low: int) -> Any:
-    def parse(text: str) -> int:
-        value = int(text)
-        if value < low:
-            raise argparse.ArgumentTypeError(f"{text} is below {low}")
-        return value
-
-    return parse
-
-
-def _positive(text: str) -> float:
-    value = float(text)
-    if not value > 0:
-        raise argparse.ArgumentTypeError(f"{text} is not above 0")
-    return value
-
-
-def _ratio(text: str) -> float:
-    value = float(text)
-    if not 0 <= value < 1:
-        raise argparse.ArgumentTypeError(f"{text} is not in [0, 1)")
-    return value
 
 
 def _metrics(text: str) -> list[str]:
@@ -65,24 +43,7 @@ def _goal(text: str) -> tuple[str, float]:
     name, _, limit = text.partition(":")
     if name not in ("ttft", "tpot", "e2el"):
         raise argparse.ArgumentTypeError(f"{text!r} is not ttft:MS, tpot:MS or e2el:MS")
-    return name, _positive(limit)
-
-
-def _pair(text: str) -> tuple[str, str]:
-    name, sign, value = text.partition("=")
-    if not sign or not name:
-        raise argparse.ArgumentTypeError(f"{text!r} is not KEY=VALUE")
-    return name, value
-
-
-def _object(text: str) -> dict[str, Any]:
-    try:
-        value = json.loads(text)
-    except json.JSONDecodeError as error:
-        raise argparse.ArgumentTypeError(f"{text!r} is not JSON: {error}") from None
-    if not isinstance(value, dict):
-        raise argparse.ArgumentTypeError(f"{text!r} is not a JSON object")
-    return value
+    return name, positive(limit)
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -96,36 +57,40 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     server.add_argument("--model", help="model name or folder; default: the first of /v1/models")
     server.add_argument("--served-model-name", help="name in the requests, if it is not --model")
     server.add_argument("--api-key", default=os.environ.get("OPENAI_API_KEY"), help="default: OPENAI_API_KEY")
-    server.add_argument("--header", type=_pair, action="append", default=[], metavar="KEY=VALUE")
+    server.add_argument("--header", type=key_value, action="append", default=[], metavar="KEY=VALUE")
     server.add_argument("--ready-check-timeout-sec", type=float, default=0, help="wait so long for the server to be up")
-    server.add_argument("--request-timeout", type=_positive, metavar="S", help="a silence of S seconds is a failure")
+    server.add_argument("--request-timeout", type=positive, metavar="S", help="a silence of S seconds is a failure")
 
     data = parser.add_argument_group("prompts")
     data.add_argument("--dataset-name", choices=["random"], default="random")
-    data.add_argument("--num-prompts", type=_count(1), default=1000, help="requests (of each wave)")
-    data.add_argument("--random-input-len", "--input-len", type=_count(1), default=1024, help="tokens")
-    data.add_argument("--random-output-len", "--output-len", type=_count(1), default=128, help="tokens")
-    data.add_argument("--random-range-ratio", type=_ratio, default=0.0, help="lengths vary by this share either way")
-    data.add_argument("--random-prefix-len", type=_count(0), default=0, help="tokens before the input that all share")
+    data.add_argument("--num-prompts", type=count_from(1), default=1000, help="requests (of each wave)")
+    data.add_argument("--random-input-len", "--input-len", type=count_from(1), default=1024, help="tokens")
+    data.add_argument("--random-output-len", "--output-len", type=count_from(1), default=128, help="tokens")
+    data.add_argument("--random-range-ratio", type=share, default=0.0, help="lengths vary by this share either way")
+    data.add_argument(
+        "--random-prefix-len", type=count_from(0), default=0, help="tokens before the input that all share"
+    )
     data.add_argument("--tokenizer", help="model folder or tokenizer.json to take token ids from")
-    data.add_argument("--vocab-size", type=_count(10), help="draw ids from a vocabulary of this size")
-    data.add_argument("--seed", type=_count(0), default=0)
+    data.add_argument("--vocab-size", type=count_from(10), help="draw ids from a vocabulary of this size")
+    data.add_argument("--seed", type=count_from(0), default=0)
 
     load = parser.add_argument_group("load")
-    load.add_argument("--request-rate", type=_positive, default=math.inf, help="requests/s; inf: all at once")
-    load.add_argument("--burstiness", type=_positive, default=1.0, help="1: Poisson; below: more bursty")
+    load.add_argument("--request-rate", type=positive, default=math.inf, help="requests/s; inf: all at once")
+    load.add_argument("--burstiness", type=positive, default=1.0, help="1: Poisson; below: more bursty")
     load.add_argument("--ramp-up-strategy", choices=["linear", "exponential"])
-    load.add_argument("--ramp-up-start-rps", type=_positive)
-    load.add_argument("--ramp-up-end-rps", type=_positive)
-    load.add_argument("--max-concurrency", type=_count(1), help="most requests in flight")
-    load.add_argument("--num-warmups", type=_count(0), default=0, help="single requests before, not counted")
-    load.add_argument("--num-warmup-waves", type=_count(0), default=0, help="whole waves before, not counted")
-    load.add_argument("--num-waves", type=_count(1), default=1, help="measured waves, one after the other")
+    load.add_argument("--ramp-up-start-rps", type=positive)
+    load.add_argument("--ramp-up-end-rps", type=positive)
+    load.add_argument("--max-concurrency", type=count_from(1), help="most requests in flight")
+    load.add_argument("--num-warmups", type=count_from(0), default=0, help="single requests before, not counted")
+    load.add_argument("--num-warmup-waves", type=count_from(0), default=0, help="whole waves before, not counted")
+    load.add_argument("--num-waves", type=count_from(1), default=1, help="measured waves, one after the other")
     load.add_argument("--ignore-eos", action="store_true", help="always generate the full output length")
     load.add_argument("--temperature", type=float, default=0.0)
     for name in _SAMPLING[1:]:
         load.add_argument(f"--{name.replace('_', '-')}", type=int if name == "top_k" else float)
-    load.add_argument("--extra-body", type=_object, default={}, metavar="JSON", help="further fields of each request")
+    load.add_argument(
+        "--extra-body", type=json_object, default={}, metavar="JSON", help="further fields of each request"
+    )
 
     add("--percentile-metrics", type=_metrics, default=["ttft", "tpot", "itl"], help="of ttft,tpot,itl,e2el")
     add("--metric-percentiles", type=_percentiles, default=[99.0], help="e.g. 50,90,99")
@@ -135,7 +100,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--result-dir", default=".", help="folder of the JSON file")
     add("--result-filename", help="default: made of label, rate, model and time")
     add("--label", help="name of the run in the JSON file")
-    add("--metadata", type=_pair, nargs="*", default=[], metavar="KEY=VALUE", help="more entries of the JSON file")
+    add("--metadata", type=key_value, nargs="*", default=[], metavar="KEY=VALUE", help="more entries of the JSON file")
     add("--disable-tqdm", action="store_true", help="no progress bar")
 
 

@@ -17,7 +17,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from paraflash.bench.serve import _count, _positive
+from paraflash.bench.flags import count_from, positive
 from paraflash.bench.topology import Topology, all_splits, parse_topology
 
 if TYPE_CHECKING:
@@ -39,25 +39,25 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     which.add_argument(
         "--topologies", nargs="+", metavar="NAME", help="e.g. tp8 tp4pcp2 tp2pcp4; the first is the base"
     )
-    which.add_argument("--world", type=_count(1), metavar="N", help="every TP x PCP split of N ranks")
-    parser.add_argument("--input-lens", type=_count(1), nargs="+", default=[8192, 16384, 32768], metavar="N")
-    parser.add_argument("--concurrencies", type=_count(1), nargs="+", default=[1, 4, 8], metavar="N")
-    parser.add_argument("--output-len", type=_count(1), default=1, help="tokens; 1 measures the prefill alone")
-    parser.add_argument("--warmup-waves", type=_count(0), default=1, help="waves before each cell, not counted")
+    which.add_argument("--world", type=count_from(1), metavar="N", help="every TP x PCP split of N ranks")
+    parser.add_argument("--input-lens", type=count_from(1), nargs="+", default=[8192, 16384, 32768], metavar="N")
+    parser.add_argument("--concurrencies", type=count_from(1), nargs="+", default=[1, 4, 8], metavar="N")
+    parser.add_argument("--output-len", type=count_from(1), default=1, help="tokens; 1 measures the prefill alone")
+    parser.add_argument("--warmup-waves", type=count_from(0), default=1, help="waves before each cell, not counted")
     parser.add_argument(
-        "--waves", type=_count(1), default=4, help="measured waves of a cell, as many requests as its concurrency"
+        "--waves", type=count_from(1), default=4, help="measured waves of a cell, as many requests as its concurrency"
     )
-    parser.add_argument("--seed", type=_count(0), default=0)
+    parser.add_argument("--seed", type=count_from(0), default=0)
     parser.add_argument("--tokenizer", help="model folder or tokenizer.json to take token ids from")
-    parser.add_argument("--vocab-size", type=_count(10), help="draw ids from a vocabulary of this size")
+    parser.add_argument("--vocab-size", type=count_from(10), help="draw ids from a vocabulary of this size")
     parser.add_argument(
         "--server-command", default=DEFAULT_COMMAND, metavar="TEMPLATE", help=f"default: {DEFAULT_COMMAND}"
     )
     parser.add_argument(
         "--server-args", default="", metavar="FLAGS", help='more flags, e.g. --server-args="--device cpu"'
     )
-    parser.add_argument("--start-timeout", type=_positive, default=1800.0, metavar="S", help="for a server to be ready")
-    parser.add_argument("--cell-timeout", type=_positive, default=3600.0, metavar="S", help="for one cell")
+    parser.add_argument("--start-timeout", type=positive, default=1800.0, metavar="S", help="for a server to be ready")
+    parser.add_argument("--cell-timeout", type=positive, default=3600.0, metavar="S", help="for one cell")
     parser.add_argument("--out", type=Path, default=Path("sweep"), help="folder of the report and the raw results")
     parser.add_argument("--title", default="Topology sweep", help="heading of the report")
 

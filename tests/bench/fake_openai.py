@@ -41,6 +41,7 @@ class Script:
     bare_end: bool = False  # the finish reason comes in an event of its own
     answers: dict[str, str] = field(default_factory=dict)  # text that the prompt contains last -> whole answer
     change_at: int | None = None  # from this token on, answers differ from the usual ones
+    letter: str = "w"  # what each token's text begins with
     no_tokenize: bool = False
     root: str | None = None  # what /v1/models gives as the model's folder
     requests: list[dict[str, Any]] = field(default_factory=list)
@@ -56,7 +57,7 @@ def error(status: int, message: str) -> JSONResponse:
 
 def words_of(prompt: Any, count: int, script: Script) -> list[str]:
     start = zlib.crc32(json.dumps(prompt).encode()) % 50
-    words = [f" w{(start + i) % 50}" for i in range(count)]
+    words = [f" {script.letter}{(start + i) % 50}" for i in range(count)]
     if script.change_at is not None:
         words[script.change_at :] = [f" x{(start + i) % 50}" for i in range(script.change_at, count)]
     return words
@@ -155,7 +156,7 @@ def make_app(script: Script) -> FastAPI:
             script.running -= 1
 
     def event(choices: list[dict[str, Any]], usage: dict[str, int] | None = None) -> str:
-        return f"data: {json.dumps({'choices': choices, 'usage': usage})}\n\n"
+        return f"data: {json.dumps({'choices': choices, 'usage': usage}, ensure_ascii=False)}\n\n"
 
     return app
 

@@ -105,6 +105,13 @@ def test_a_finish_reason_in_an_event_of_its_own_is_not_a_token(url, script, tmp_
     assert all(len(itls) == 3 for itls in result["itls"])
 
 
+def test_line_separators_within_a_token_do_not_cut_the_event(url, script, tmp_path):
+    script.letter = "\u2028\x85\u2029"
+    status, result = bench(url, *SMALL, "--save-detailed", folder=tmp_path)
+    assert (status, result["failed"]) == (0, 0)
+    assert all(text.count("\u2028\x85\u2029") == 4 for text in result["generated_texts"])
+
+
 def test_max_concurrency_holds(url, script, tmp_path):
     script.ttft = 0.05
     _, result = bench(url, *SMALL, "--max-concurrency", "2", folder=tmp_path)
