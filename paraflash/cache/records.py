@@ -162,7 +162,8 @@ def kv_format(name: str, head_dim: int, rope_dim: int, index_dim: int) -> KVForm
         return KVFormat(name, row, row, PlainRecord(index_dim, index_dim * size, 0, dtype=dtype))
     if head_dim % 32 or index_dim % 32:
         raise ValueError(
-            f"kv_cache_dtype {name} needs head_dim and index_head_dim in multiples of 32, not {head_dim} and {index_dim}; use bfloat16"
+            f"kv_cache_dtype {name} needs head_dim and index_head_dim in multiples of 32, "
+            f"not {head_dim} and {index_dim}; use bfloat16"
         )
     if name == "nvfp4_ds_mla":
         return KVFormat(

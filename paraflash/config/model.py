@@ -210,11 +210,13 @@ def _layer_specs(text: _Fields, num_layers: int, engram_layers: list[int]) -> tu
         if kv_owner is not None and index_owner is not None:
             if ratios[kv_owner] != ratio:
                 raise ConfigError(
-                    f"text_config.compress_ratios: layer {i} has ratio {ratio} but reads layer {kv_owner} of ratio {ratios[kv_owner]}"
+                    f"text_config.compress_ratios: layer {i} has ratio {ratio} but reads layer {kv_owner} "
+                    f"of ratio {ratios[kv_owner]}"
                 )
             if index_owner < kv_owner:
                 raise ConfigError(
-                    f"text_config.index_source_layer_ids: layer {i} would use layer {index_owner}'s choice over layer {kv_owner}'s KV"
+                    f"text_config.index_source_layer_ids: layer {i} would use layer {index_owner}'s choice "
+                    f"over layer {kv_owner}'s KV"
                 )
         applies = candidate >= 0 and i > candidate and i in index_sources and kv_owner == _owner(kv_sources, candidate)
         specs.append(
@@ -284,7 +286,8 @@ def parse_config(data: dict[str, Any]) -> ModelConfig:
     engram_rows = text.integers("engram_num_embeddings", [])
     if len(engram_rows) != len(engram_layers):
         raise ConfigError(
-            f"text_config.engram_num_embeddings has {len(engram_rows)} entries for {len(engram_layers)} engram_layer_ids"
+            f"text_config.engram_num_embeddings has {len(engram_rows)} entries for "
+            f"{len(engram_layers)} engram_layer_ids"
         )
     if engram_layers != sorted(set(engram_layers)) or any(not 0 <= i < num_layers for i in engram_layers):
         raise ConfigError(

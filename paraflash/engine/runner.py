@@ -235,7 +235,7 @@ def spans_of(requests: Sequence[StepRequest]) -> list[Span]:
 def wanted_rows(
     plan: Plan, wanted: set[tuple[int, int]], rank: int
 ) -> tuple[list[tuple[int, int]], list[int], np.ndarray]:
-    """(request, position) of the wanted rows in rank-major order, how many each rank has, and this rank's local rows."""
+    """(request, position) of the wanted rows, rank-major; how many each rank has; this rank's local rows."""
     keys: list[tuple[int, int]] = []
     counts, mine = [], []
     by_request: dict[int, list[int]] = {}

@@ -170,8 +170,8 @@ def _index_rows(
         else:
             runs.append((first, end, s.request))
     tables = np.zeros((len(spans), max([1, *(len(s.block_ids) for s in spans)])), np.int64)
-    for i, s in enumerate(spans):
-        tables[i, : len(s.block_ids)] = s.block_ids
+    for i, span in enumerate(spans):
+        tables[i, : len(span.block_ids)] = span.block_ids
     visible = (position + 1) // ratio
     request = np.repeat([s.request for s in segments], [s.length for s in segments]) if segments else np.zeros(0)
     return IndexRows(
@@ -209,7 +209,8 @@ def build_trailing(
         spans, plan.segments[rank], batch.plan.segments, rank, model.window, lambda s: first_kept[s.request] - reach
     )
 
-    send, place, counts = [], {}, []
+    send, counts = [], []
+    place: dict[tuple[int, int], int] = {}  # (request, position) -> gathered row
     row = 0
     for number, segments in enumerate(batch.plan.segments):
         count = 0

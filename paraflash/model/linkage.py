@@ -96,7 +96,8 @@ def _plan_pairs(spans: Sequence[Span], sources: Sequence[Sequence[Segment]], ran
             row += 1
     send = [s.local_row + s.length - 1 for s in sources[rank] if len(sources) > 1 and s.end % 2 == 1]
 
-    first, second, open_slots = [], [], []
+    first, second = [], []
+    open_slots: list[int] = []
     for s in sources[rank]:
         span = spans[s.request]
         entries = closed_entries(s, span, 2)

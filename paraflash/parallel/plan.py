@@ -117,16 +117,16 @@ def make_plan(query_lens: Ints, computed_lens: Ints, is_prefill: NDArray[np.bool
     first_row = np.concatenate([[0], np.cumsum(query_lens)])
     load = np.zeros(world, dtype=np.int64)
     pieces: list[list[Piece]] = [[] for _ in range(world)]
-    for request in np.flatnonzero(~np.asarray(is_prefill, bool)):
+    for request in np.flatnonzero(~np.asarray(is_prefill, bool)).tolist():
         if query_lens[request]:
             rank = int(np.argmin(load))
             load[rank] += query_lens[request]
-            pieces[rank].append((False, int(request), 0, int(query_lens[request])))
-    for request in np.flatnonzero(is_prefill):
+            pieces[rank].append((False, request, 0, int(query_lens[request])))
+    for request in np.flatnonzero(is_prefill).tolist():
         offset = 0
         for chunk, size in enumerate(_chunk_sizes(int(query_lens[request]), load)):
             if size:
-                pieces[min(chunk, 2 * world - 1 - chunk)].append((True, int(request), offset, size))
+                pieces[min(chunk, 2 * world - 1 - chunk)].append((True, request, offset, size))
             offset += size
 
     segments, rows = [], []
