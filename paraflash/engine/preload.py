@@ -6,7 +6,11 @@ workers away from requests that the frontend still finishes. The fork server end
 
 from __future__ import annotations
 
+import os
 import signal
+
+# Threads of OpenMP that spin while they wait take the cores from the other ranks. It is read when torch is loaded.
+os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 
 import torch  # noqa: F401
 

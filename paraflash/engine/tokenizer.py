@@ -29,6 +29,25 @@ def load_tokenizer(folder: str | Path) -> Tokenizer:
         raise TokenizerError(f"{path} cannot be read: {error}") from None
 
 
+def bos_to_add(folder: str | Path, bos_token_id: int) -> int | None:
+    """The BOS id where tokenizer_config.json beside tokenizer.json asks for one (`add_bos_token`), else None."""
+    path = Path(folder)
+    path = (path.parent if path.is_file() else path) / "tokenizer_config.json"
+    try:
+        settings = json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        return None
+    except json.JSONDecodeError as error:
+        raise TokenizerError(f"{path} is not valid JSON: {error}") from None
+    return bos_token_id if settings.get("add_bos_token") else None
+
+
+def encode(tokenizer: Tokenizer, text: str, bos: int | None) -> list[int]:
+    """Ids of a prompt, with what the post-processor of tokenizer.json adds, and `bos` in front unless it is there."""
+    ids: list[int] = tokenizer.encode(text, add_special_tokens=True).ids
+    return [bos, *ids] if bos is not None and ids[:1] != [bos] else ids
+
+
 @lru_cache(maxsize=1)
 def byte_of_character() -> dict[str, int]:
     """Byte-level BPE writes every byte as one printable character; this is the way back."""
