@@ -21,7 +21,7 @@ from training.sinkhorn import sinkhorn
 from training.weights import stored_as, initial, parameter_shapes, rows_of
 
 
-@dataclass
+@dataclass(frozen=True)
 class Mode:
     """How one forward runs. All off and fp32: mode R0 of model.md with every visible entry attended."""
 
@@ -75,7 +75,8 @@ class Miniature(nn.Module):
         self.config = config
         generator = torch.Generator().manual_seed(seed)
         self.parameters_by_name = {
-            name: nn.Parameter(initial(config, name, shape, generator)) for name, shape in parameter_shapes(config).items()
+            name: nn.Parameter(initial(config, name, shape, generator))
+            for name, shape in parameter_shapes(config).items()
         }
         for name, parameter in self.parameters_by_name.items():
             self.register_parameter(name.replace(".", "__"), parameter)
@@ -89,7 +90,9 @@ class Miniature(nn.Module):
             form, matrix = stored_as(name)
             w: Tensor = parameter
             if mode.round_weights and form != "f32":
-                w = {"fp8": rounding.blocks, "fp4": rounding.mxfp4, "engram": rounding.mxfp8, "bf16": rounding.bf16}[form](w)
+                w = {"fp8": rounding.blocks, "fp4": rounding.mxfp4, "engram": rounding.mxfp8, "bf16": rounding.bf16}[
+                    form
+                ](w)
             if matrix:
                 w = w.to(mode.dtype)
             out[name] = list(w.unbind(0)) if rows_of(self.config, name) else w
@@ -107,7 +110,7 @@ class Miniature(nn.Module):
         }
         x = F.embedding(ids, w["embed"]).float()
         streams = x[:, :, None].expand(-1, -1, c.hc_mult, -1)
-        pre = F.one_hot(torch.zeros_like(ids), c.hc_mult).float()
+        pre = (torch.arange(c.hc_mult, device=ids.device) == 0).float().expand(*ids.shape, -1)
         for layer in c.layers:
             at = layer.index
             if layer.engram is not None:
@@ -144,7 +147,12 @@ class Miniature(nn.Module):
         u = (e @ w["engram.wkv"][number].T).float()
         key, value = u[..., : k * width].unflatten(-1, (k, width)), u[..., k * width :]
         dot = (streams * w["engram.q_weight"][number] * w["engram.k_weight"][number] * key).sum(-1)
-        dot = dot * torch.rsqrt(streams.square().mean(-1) + c.rms_eps) * torch.rsqrt(key.square().mean(-1) + c.rms_eps) * width**-0.5
+        dot = (
+            dot
+            * torch.rsqrt(streams.square().mean(-1) + c.rms_eps)
+            * torch.rsqrt(key.square().mean(-1) + c.rms_eps)
+            * width**-0.5
+        )
         gate = torch.sigmoid(torch.copysign(dot.abs().clamp_min(1e-6).sqrt(), dot))
         return streams + gate[..., None] * value[:, :, None]
 
@@ -159,7 +167,9 @@ class Miniature(nn.Module):
         gate = gate / (gate.sum(-1, keepdim=True) + 1e-20) * c.routed_scaling_factor
         dtype = w["ffn.w1"][at].dtype
         x = h.to(dtype)
-        experts = self._glu(x, w["ffn.w1"][at].flatten(0, 1), w["ffn.w3"][at].flatten(0, 1)).unflatten(-1, (c.num_experts, -1))
+        experts = self._glu(x, w["ffn.w1"][at].flatten(0, 1), w["ffn.w3"][at].flatten(0, 1)).unflatten(
+            -1, (c.num_experts, -1)
+        )
         routed = (experts * gate[..., None].to(dtype)).flatten(-2) @ w["ffn.w2"][at].transpose(1, 2).flatten(0, 1)
         shared = self._glu(x, w["ffn.shared_w1"][at], w["ffn.shared_w3"][at]) @ w["ffn.shared_w2"][at].T
         return routed.float() + shared.float()
@@ -169,7 +179,15 @@ class Miniature(nn.Module):
         return F.silu((x @ w1.T).clamp(max=limit)) * (x @ w3.T).clamp(-limit, limit)
 
     def _attention(
-        self, w: dict, layer: LayerSpec, h: Tensor, shared: _Shared, turn: Tensor, mode: Mode, routes: Tensor | None, extras: Extras
+        self,
+        w: dict,
+        layer: LayerSpec,
+        h: Tensor,
+        shared: _Shared,
+        turn: Tensor,
+        mode: Mode,
+        routes: Tensor | None,
+        extras: Extras,
     ) -> Tensor:
         """Window and compressed attention with sinks, then the grouped output projection (model.md 3.5-3.10)."""
         c, at, eps = self.config, layer.index, self.config.rms_eps
@@ -187,7 +205,9 @@ class Miniature(nn.Module):
                 extras.chosen[at] = shared.selected
         allowed = None
         if layer.ratio:
-            allowed = self._visible(h.shape[1], layer.ratio, h.device)[None] if shared.selected is None else shared.selected
+            allowed = (
+                self._visible(h.shape[1], layer.ratio, h.device)[None] if shared.selected is None else shared.selected
+            )
             if mode.hard_routes and routes is not None:
                 allowed = allowed & _may_read(self.config, layer, routes)[..., None]
         out, mass = attend(q, kv, shared.latents if layer.ratio else None, allowed, w["attn.sink"][at], c.window)
@@ -217,14 +237,18 @@ class Miniature(nn.Module):
             key, latent = rounding.mxfp4(key), rounding.nvfp4(latent)
         shared.keys, shared.latents = key, latent.to(mode.dtype)
 
-    def _index(self, w: dict, layer: LayerSpec, h: Tensor, qr: Tensor, shared: _Shared, turn: Tensor, mode: Mode) -> None:
+    def _index(
+        self, w: dict, layer: LayerSpec, h: Tensor, qr: Tensor, shared: _Shared, turn: Tensor, mode: Mode
+    ) -> None:
         """Scores all entries and, in sparse mode, chooses (model.md 3.9). The indexer learns from its own loss only."""
         c = self.config
         source = [s.index for s in c.layers if s.owns_index].index(layer.index)
         q = (qr.detach().to(mode.dtype) @ w["indexer.wq_b"][source].T).unflatten(-1, (c.index_heads, c.index_head_dim))
         q = rotate(q.float(), turn)
         q = rounding.mxfp4(q) if mode.round_cache else q
-        weight = (h.detach().to(mode.dtype) @ w["indexer.weights_proj"][source].T).float() * (c.index_head_dim * c.index_heads) ** -0.5
+        weight = (h.detach().to(mode.dtype) @ w["indexer.weights_proj"][source].T).float() * (
+            c.index_head_dim * c.index_heads
+        ) ** -0.5
         dots = q.flatten(1, 2) @ shared.keys.transpose(1, 2)  # [B, T * heads, n]
         score = (dots.relu().unflatten(1, (-1, c.index_heads)) * weight[..., None]).sum(2)
         visible = self._visible(h.shape[1], layer.ratio, h.device)[None]
@@ -252,7 +276,9 @@ class Miniature(nn.Module):
         padded = F.pad(score, (0, count * c.candidate_block_size - n), value=-math.inf)
         block = padded.unflatten(-1, (count, -1)).amax(-1)
         ratio = next(layer.ratio for layer in c.layers if layer.publishes_candidates)
-        newest = ((torch.arange(score.shape[1], device=score.device) + 1) // ratio - 1).div(c.candidate_block_size, rounding_mode="floor")
+        newest = ((torch.arange(score.shape[1], device=score.device) + 1) // ratio - 1).div(
+            c.candidate_block_size, rounding_mode="floor"
+        )
         block = block.masked_fill(torch.arange(count, device=score.device) == newest[:, None], math.inf)
         best = block.topk(min(c.candidate_topk_blocks, count), -1)
         kept = torch.zeros_like(block).scatter_(-1, best.indices, (best.values > -math.inf).float()) > 0

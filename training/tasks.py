@@ -20,7 +20,12 @@ from training.vocabulary import (
 )  # fmt: skip
 
 TASKS = ("pairs", "recall", "ngram", "copy", "sort", "arithmetic")
-ROUTE_NONE, ROUTE_PAIRS, ROUTE_FILTERED, ROUTE_ANY = 0, 1, 2, 3  # bit 0: ratio-2 layers, bit 1: candidate-filtered layers
+ROUTE_NONE, ROUTE_PAIRS, ROUTE_FILTERED, ROUTE_ANY = (
+    0,
+    1,
+    2,
+    3,
+)  # bit 0: ratio-2 layers, bit 1: candidate-filtered layers
 NUM_FACTS, FACT_SEED = 512, 7
 COPY_ALPHABET, COPIED = (*NOUNS, *VALUES), 6
 PROMPT_WORDS = ["Find", "Recite", "Copy", "Sort", "Notes"]
@@ -94,7 +99,9 @@ def joined(rng: Random, records: list[tuple[str, str]], mark: str) -> str:
 def look_up(task: str, record: tuple[str, str], before: str = "") -> Turn:
     key, value = record
     known = len(encode(key))
-    return Turn(task, f"{before}Find{key[:-1]}.", key + value, ROUTE_PAIRS if task == "pairs" else ROUTE_FILTERED, known)
+    return Turn(
+        task, f"{before}Find{key[:-1]}.", key + value, ROUTE_PAIRS if task == "pairs" else ROUTE_FILTERED, known
+    )
 
 
 def copy_turn(rng: Random, length: int, before: str = "") -> Turn:
@@ -105,7 +112,9 @@ def copy_turn(rng: Random, length: int, before: str = "") -> Turn:
 
 def sort_turn(rng: Random) -> Turn:
     letters = rng.sample(LETTERS[:20], rng.randint(4, 8))
-    return Turn("sort", "Sort:" + "".join(" " + c for c in letters) + ".", "".join(" " + c for c in sorted(letters)), ROUTE_NONE)
+    return Turn(
+        "sort", "Sort:" + "".join(" " + c for c in letters) + ".", "".join(" " + c for c in sorted(letters)), ROUTE_NONE
+    )
 
 
 def ngram_turn(rng: Random, fact: tuple[str, str] | None = None) -> Turn:
@@ -134,7 +143,9 @@ class Sequence:
         answer = [*encode(turn.answer), table[EOS]]
         self.ids += prompt + answer
         self.starts.append(len(self.ids) - len(answer))
-        self.weight += [0.0] * (len(prompt) - 1) + [0.3] * turn.known + [turn.weight] * (len(answer) - turn.known - 1) + [0.3, 0.0]
+        self.weight += (
+            [0.0] * (len(prompt) - 1) + [0.3] * turn.known + [turn.weight] * (len(answer) - turn.known - 1) + [0.3, 0.0]
+        )
         number = TASKS.index(turn.task)
         self.task += [-1] * (len(prompt) - 1) + [number] * len(answer) + [-1]
         self.route += [ROUTE_ANY] * (len(prompt) - 1) + [turn.route] * len(answer) + [ROUTE_ANY]

@@ -1,0 +1,301 @@
+"""Trains the miniature: `python -m training.train --out FOLDER [--minutes M] [--steps N] [--small]`.
+
+The schedule counts steps, so a run is a function of seed and steps; `--minutes` only stops it early (the last phase
+then starts as late as planned, so plan steps for the machine). Writes log.jsonl and weights-*.safetensors into FOLDER.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import time
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from paraflash.config.model import ModelConfig, parse_config
+from paraflash.model.engram_hash import token_map
+from training.config import raw_config
+from training.data import Shape, batches, problem_batches
+from training.model import Miniature, Mode
+from training.optimiser import Optimiser
+from training.tasks import TASKS, vocab
+from training.testset import test_problems
+from training.vocabulary import write_tokenizer
+from training.weights import stored_as
+
+ROUTE_PENALTY, BALANCE = 0.5, 2e-3
+Key = tuple[Shape, Mode]
+
+
+def schedule(step: int, steps: int, small: bool, dtype: torch.dtype) -> Key:
+    """Batch shape and forward mode of a step: short and dense first, then longer, rounded, and sparse."""
+    done = step / steps
+    mode = Mode(losses=True, dtype=dtype, hard_routes=done < 0.45)
+    mode = replace(mode, round_cache=done >= 0.35, sparse=done >= 0.55, round_weights=done >= 0.65)
+    if small:
+        return Shape(16, 256, 256), replace(mode, dense_rows=4 if mode.sparse else 0)
+    if done < 0.30:
+        shape = Shape(32, 512, 512)
+    elif done >= 0.60 and step % 16 == 15:
+        shape = Shape(4, 4096, 4096)
+    elif done >= 0.45 and step % 4 == 3:
+        shape = Shape(8, 2048, 2048)
+    else:
+        shape = Shape(16, 1024, 1024)
+    return shape, replace(mode, dense_rows=shape.batch // 4 if mode.sparse else 0)
+
+
+def learning_rate(step: int, steps: int, resumed: bool) -> float:
+    """Warm-up, plateau, then linear decay over the last half."""
+    done = step / steps
+    start = min(1.0, (step + 1) / 100) if not resumed else min(1.0, (step % steps + 1) / 100)
+    return start * min(1.0, max(0.02, (1 - done) / 0.5))
+
+
+def parameter_groups(names: list[str]) -> dict[str, tuple[str, float]]:
+    """Optimiser and learning rate of every parameter."""
+    out = {}
+    for name in names:
+        form, matrix = stored_as(name)
+        if name.startswith("engram.embed"):
+            out[name] = ("adam", 1e-2)
+        elif name in ("embed", "head"):
+            out[name] = ("adam", 4e-3)
+        elif matrix and name not in ("indexer.weights_proj",):
+            out[name] = ("muon", 1.2e-2)
+        elif name in ("hc_attn_fn", "hc_ffn_fn", "ffn.gate", "indexer.weights_proj"):
+            out[name] = ("adam", 2e-3)
+        else:
+            out[name] = ("adam", 4e-3)
+    return out
+
+
+def loss_and_counts(model: Miniature, batch: dict[str, Tensor], mode: Mode) -> tuple[Tensor, Tensor, Tensor]:
+    """Scalar loss, counts [tasks + 1, 2] (right, asked; last row: sums of losses), expert loads [layers, experts]."""
+    logits, extras = model(batch["ids"], batch["hashes"].long(), mode, batch["route"])
+    weight, targets = batch["weight"], batch["targets"]
+    each = F.cross_entropy(logits.flatten(0, 1), targets.flatten(), reduction="none").view_as(weight)
+    answer = (each * weight).sum() / weight.sum().clamp_min(1.0)
+    zero = answer.new_zeros(())
+    index, route = sum(extras.index_loss, zero), sum(extras.route_loss, zero)
+    with torch.no_grad():
+        counted = (weight >= 0.4).float()
+        right = (logits.argmax(-1) == targets).float() * counted
+        place = batch["task"].clamp_min(0).flatten()
+        counts = torch.zeros(len(TASKS) + 1, 2, device=logits.device)
+        counts[:-1, 0].scatter_add_(0, place, right.flatten())
+        counts[:-1, 1].scatter_add_(0, place, counted.flatten())
+        counts[-1, 0], counts[-1, 1] = answer, index
+    total = answer + index + (0.0 if mode.hard_routes else ROUTE_PENALTY) * route
+    return total, counts, torch.stack(extras.loads)
+
+
+class Trainer:
+    """Owns model and optimiser; on a GPU each kind of step is captured once as a CUDA graph and replayed."""
+
+    def __init__(self, model: Miniature, graphs: bool):
+        self.model, self.graphs = model, graphs
+        self.device = next(model.parameters()).device
+        dtype = torch.bfloat16 if self.device.type == "cuda" else torch.float32
+        self.optimiser = Optimiser(model.parameters_by_name, parameter_groups(list(model.parameters_by_name)), dtype)
+        self.counts = torch.zeros(len(TASKS) + 1, 2, device=self.device)
+        self._captured: dict[str, tuple[Any, dict[str, Tensor]]] = {}
+        self._eager: dict[str, int] = {}
+        self._pool: Any = None
+
+    def _step(self, batch: dict[str, Tensor], mode: Mode) -> None:
+        self.optimiser.zero()
+        loss, counts, loads = loss_and_counts(self.model, batch, mode)
+        loss.backward()
+        self.optimiser.step()
+        with torch.no_grad():
+            self.counts += counts
+            bias = self.model.parameters_by_name["ffn.gate_bias"]
+            bias += BALANCE * self.optimiser.rate * torch.sign(loads.mean(-1, keepdim=True) - loads)
+
+    def step(self, batch: dict[str, Tensor], key: Key) -> None:
+        shape, mode = key
+        if not self.graphs:
+            self._step({k: v.to(self.device, non_blocking=True) for k, v in batch.items()}, mode)
+            return
+        name = repr(key)
+        if name in self._captured:
+            graph, static = self._captured[name]
+            for k, v in batch.items():
+                static[k].copy_(v, non_blocking=True)
+            graph.replay()
+            return
+        static = {k: v.to(self.device) for k, v in batch.items()}
+        side = torch.cuda.Stream()
+        side.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(side):
+            self._step(static, mode)
+        torch.cuda.current_stream().wait_stream(side)
+        self._eager[name] = self._eager.get(name, 0) + 1
+        if self._eager[name] >= 2:  # kernels are compiled and libraries warm: capture (this runs nothing)
+            torch.cuda.synchronize()
+            graph = torch.cuda.CUDAGraph()
+            self._pool = self._pool or torch.cuda.graph_pool_handle()
+            with torch.cuda.graph(graph, pool=self._pool):
+                self._step(static, mode)
+            self._captured[name] = (graph, static)
+
+    def drop_graphs(self, keep: str) -> None:
+        """Frees the graphs of earlier phases."""
+        for name in [n for n in self._captured if keep not in n]:
+            del self._captured[name]
+
+
+@torch.no_grad()
+def accuracy(model: Miniature, tests: dict[str, list[dict[str, Any]]], mode: Mode) -> dict[str, float]:
+    """Share of problems whose whole answer is the most likely one token by token (equal to greedy decoding)."""
+    device = next(model.parameters()).device
+    out = {}
+    for task, packed in tests.items():
+        right = total = 0
+        for batch in packed:
+            logits, _ = model(batch["ids"].to(device), batch["hashes"].to(device).long(), mode)
+            good = (logits.argmax(-1) == batch["targets"].to(device)) | ~batch["answer"].to(device)
+            right += int(good.all(-1).sum())
+            total += len(good)
+        out[task] = right / total
+    return out
+
+
+def save(model: Miniature, folder: Path, limit: int = 12 << 20) -> None:
+    """fp32 parameters in files of at most about `limit` bytes each."""
+    parts: list[dict[str, Tensor]] = [{}]
+    size = 0
+    for name, p in model.parameters_by_name.items():
+        if size and size + p.nbytes > limit:
+            parts.append({})
+            size = 0
+        parts[-1][name] = p.detach().cpu().contiguous()
+        size += p.nbytes
+    for i, part in enumerate(parts):
+        save_file(part, folder / f"weights-{i}.safetensors")
+
+
+def load(model: Miniature, folder: Path) -> None:
+    found: dict[str, Tensor] = {}
+    for path in sorted(folder.glob("weights-*.safetensors")):
+        found.update(load_file(path))
+    with torch.no_grad():
+        for name, p in model.parameters_by_name.items():
+            p.copy_(found[name])
+
+
+def prepare(folder: Path, small: bool) -> tuple[dict[str, Any], ModelConfig, Any]:
+    """Writes tokenizer and config.json into `folder`; returns raw config, config and the Engram token map."""
+    write_tokenizer(folder, vocab())
+    mapping, classes = token_map(folder / "tokenizer.json")
+    raw = raw_config(classes, len(vocab()), small)
+    (folder / "config.json").write_text(json.dumps(raw, indent=1) + "\n", encoding="utf-8")
+    return raw, parse_config(raw), mapping
+
+
+def run(options: argparse.Namespace, say: Callable[[str], None] = print) -> None:
+    begun = time.monotonic()
+    options.out.mkdir(parents=True, exist_ok=True)
+    _, config, mapping = prepare(options.out, options.small)
+    device = torch.device("cuda" if torch.cuda.is_available() and not options.cpu else "cpu")
+    dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
+    keys = [schedule(s, options.steps, options.small, dtype) for s in range(options.first, options.steps)]
+    source = batches(
+        config, mapping, [k[0] for k in keys], options.seed + options.first, options.workers, device.type == "cuda"
+    )
+    first = next(source)  # starts the workers before the GPU is touched
+    tests = (
+        {t: problem_batches(config, mapping, test_problems(t, options.problems), 32768) for t in TASKS}
+        if options.problems
+        else {}
+    )
+    torch.manual_seed(options.seed)
+    torch.backends.cuda.matmul.allow_tf32 = True
+    model = Miniature(config, options.seed).to(device)
+    model.parameters_by_name = {n: getattr(model, n.replace(".", "__")) for n in model.parameters_by_name}
+    if options.resume:
+        load(model, options.resume)
+    trainer = Trainer(model, graphs=device.type == "cuda" and not options.eager)
+    log = (options.out / "log.jsonl").open("a", encoding="utf-8")
+    say(
+        f"{sum(p.numel() for p in model.parameters()) / 1e6:.2f} M parameters, ready after {time.monotonic() - begun:.1f} s"
+    )
+
+    def record(row: dict[str, Any]) -> None:
+        line = json.dumps({"seconds": round(time.monotonic() - begun, 1), **row})
+        log.write(line + "\n")
+        log.flush()
+        say(line)
+
+    def evaluate(label: str) -> None:
+        kept = torch.backends.cuda.matmul.allow_tf32
+        torch.backends.cuda.matmul.allow_tf32 = False
+        for rounded in (False, True):
+            got = accuracy(model, tests, Mode(round_cache=True, sparse=True, round_weights=rounded))
+            record({"eval": label, "weights": "released format" if rounded else "fp32", **got})
+        torch.backends.cuda.matmul.allow_tf32 = kept
+
+    phase, last = "", time.monotonic()
+    for step, key in enumerate(keys, options.first):
+        batch = first if step == options.first else next(source)
+        if repr(key[1])[: repr(key[1]).index("dense_rows")] != phase:
+            phase = repr(key[1])[: repr(key[1]).index("dense_rows")]
+            if device.type == "cuda":
+                trainer.drop_graphs(phase)
+            record({"step": step, "phase": phase})
+        trainer.optimiser.rate.fill_(learning_rate(step, options.steps, bool(options.resume)))
+        trainer.step(batch, key)
+        if (step + 1) % options.report == 0:
+            counts = trainer.counts.tolist()
+            trainer.counts.zero_()
+            shown = {t: round(right / max(asked, 1.0), 4) for t, (right, asked) in zip(TASKS, counts, strict=False)}
+            pace = round(1000 * (time.monotonic() - last) / options.report, 1)
+            last = time.monotonic()
+            record(
+                {
+                    "step": step + 1,
+                    "ms": pace,
+                    "loss": round(counts[-1][0] / options.report, 4),
+                    "index": round(counts[-1][1] / options.report, 3),
+                    **shown,
+                }
+            )
+            if time.monotonic() - begun > options.minutes * 60 - options.reserve:
+                break
+        if tests and options.evaluate and (step + 1) % options.evaluate == 0:
+            save(model, options.out)
+            evaluate(str(step + 1))
+    save(model, options.out)
+    if tests:
+        evaluate("end")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--out", type=Path, required=True)
+    parser.add_argument("--steps", type=int, default=8000)
+    parser.add_argument("--first", type=int, default=0, help="step to start from, with --resume")
+    parser.add_argument("--resume", type=Path, default=None, help="folder with weights-*.safetensors")
+    parser.add_argument("--minutes", type=float, default=1e9)
+    parser.add_argument("--reserve", type=float, default=15.0, help="seconds kept for saving and the last evaluation")
+    parser.add_argument("--seed", type=int, default=1)
+    parser.add_argument("--workers", type=int, default=0)
+    parser.add_argument("--report", type=int, default=100)
+    parser.add_argument("--evaluate", type=int, default=0, help="evaluate every so many steps; 0: only at the end")
+    parser.add_argument("--problems", type=int, default=200, help="test problems a task; 0: none")
+    parser.add_argument("--small", action="store_true")
+    parser.add_argument("--cpu", action="store_true")
+    parser.add_argument("--eager", action="store_true", help="no CUDA graphs")
+    run(parser.parse_args())
+
+
+if __name__ == "__main__":
+    main()
