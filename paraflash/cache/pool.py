@@ -9,23 +9,65 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from paraflash.cache.records import Record
+from paraflash.cache.records import PlainRecord, Record
+
+
+class Arena:
+    """One allocation of plain rows for several pools, with spare rows behind them in which a step lays keys of its own.
+
+    A kernel can so reach pool rows and step rows by row number in one tensor, without gathering either.
+    """
+
+    def __init__(self, record: PlainRecord, pool_rows: int, spare: int, device: torch.device | str = "cpu"):
+        self._data = torch.zeros(pool_rows + spare, record.dim, dtype=record.dtype, device=device)
+        self._taken, self._pool_rows, self._spare = 0, pool_rows, spare
+
+    @property
+    def rows(self) -> Tensor:
+        """[pool rows + spare, dim]."""
+        return self._data
+
+    def take(self, count: int) -> tuple[Tensor, int]:
+        """Bytes [count, row bytes] of the next `count` rows for a pool, and the number of the first."""
+        first, self._taken = self._taken, self._taken + count
+        if self._taken > self._pool_rows:
+            raise ValueError(f"{self._taken} rows are taken of an arena for pools of {self._pool_rows} rows")
+        return self._data[first : self._taken].view(torch.uint8), first
+
+    def lay(self, rows: Tensor) -> int:
+        """Copies rows [n, dim] into the spare rows and returns the number of the first; valid until the next call."""
+        if len(rows) > self._spare:
+            raise ValueError(
+                f"{len(rows)} rows of a step do not fit into {self._spare} spare rows of the cache's arena"
+            )
+        self._data[self._pool_rows : self._pool_rows + len(rows)] = rows
+        return self._pool_rows
 
 
 class RecordPool:
-    """[pages, page_bytes] uint8 on `device`. Slots are int64; a slot out of range is a bug and raises in torch."""
+    """[pages, page_bytes] uint8 on `device`, in `arena` if given. Slots are int64; one out of range raises in torch."""
 
-    def __init__(self, record: Record, pages: int, entries: int, device: torch.device | str = "cpu"):
+    def __init__(
+        self, record: Record, pages: int, entries: int, device: torch.device | str = "cpu", arena: Arena | None = None
+    ):
         self.record, self.pages, self.entries = record, pages, entries
-        self.storage = torch.zeros(pages, record.page_bytes(entries), dtype=torch.uint8, device=device)
+        self.arena, self.first_row = arena, 0
+        if arena is None:
+            self.storage = torch.zeros(pages, record.page_bytes(entries), dtype=torch.uint8, device=device)
+        else:
+            rows, self.first_row = arena.take(pages * entries)
+            self.storage = rows.view(pages, record.page_bytes(entries))
+        # Rows without scales lie back to back: they move as whole 8-byte words.
+        plain = isinstance(record, PlainRecord) and record.nbytes % 8 == 0
+        self._words = self.storage.view(torch.int64).view(-1, record.nbytes // 8) if plain else None
         data, scale = record.data_bytes, record.scale_bytes
         stride, start = (data, scale), (0, data * entries)  # split layout
         if not record.split:
             stride, start = (data + scale, data + scale), (0, data)
-        page = self.storage.stride(0)
-        self._data = self.storage.as_strided((pages, entries, data), (page, stride[0], 1), start[0])
+        page, base = self.storage.stride(0), self.storage.storage_offset()
+        self._data = self.storage.as_strided((pages, entries, data), (page, stride[0], 1), base + start[0])
         self._scale = (
-            self.storage.as_strided((pages, entries, scale), (page, stride[1], 1), start[1]) if scale else None
+            self.storage.as_strided((pages, entries, scale), (page, stride[1], 1), base + start[1]) if scale else None
         )
 
     @property
@@ -34,6 +76,9 @@ class RecordPool:
 
     def write(self, slots: Tensor, raw: Tensor) -> None:
         """Stores encoded rows raw [n, nbytes] at slots [n]."""
+        if self._words is not None:
+            self._words[slots] = raw.contiguous().view(torch.int64)
+            return
         page, offset = slots // self.entries, slots % self.entries
         self._data[page, offset] = raw[:, : self.record.data_bytes]
         if self._scale is not None:
@@ -41,6 +86,8 @@ class RecordPool:
 
     def read_raw(self, slots: Tensor) -> Tensor:
         """Encoded rows [n, nbytes] of slots [n]."""
+        if self._words is not None:
+            return self._words[slots].view(torch.uint8)
         page, offset = slots // self.entries, slots % self.entries
         data = self._data[page, offset]
         return data if self._scale is None else torch.cat([data, self._scale[page, offset]], -1)

@@ -1,0 +1,286 @@
+"""The kernel interface on NVIDIA GPUs: Triton and CUDA kernels, cuBLAS, and optional packages where they are faster.
+
+An operation falls back to the reference, which runs on any device, where a shape or dtype does not fit its kernel (tiny
+test models, fp32 attention, records other than bf16). Importing this module needs Triton; nothing else imports it.
+"""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import dataclass
+from typing import Any, cast
+
+import torch
+from torch import Tensor
+
+from paraflash.cache.pool import RecordPool
+from paraflash.cache.records import PlainRecord, Record
+from paraflash.kernels.cuda import attention, hyper, index, linear, moe, rows
+from paraflash.kernels.cuda.packages import Packages, find_packages
+from paraflash.kernels.interface import Expert, IndexRows, Kernels, Rotary
+from paraflash.kernels.reference import attention as reference_attention
+from paraflash.kernels.reference import hyper as reference_hyper
+from paraflash.kernels.reference import moe as reference_moe
+
+log = logging.getLogger("paraflash.kernels")
+
+MAX_BLOCK = 16384  # widest row that one Triton program holds
+
+
+@dataclass
+class WindowKeys:
+    """Window rows of the step as bytes [n, record.nbytes], and their record."""
+
+    raw: Tensor
+    record: Record
+
+    def rows(self) -> Tensor | None:
+        """[n, d] in the record's dtype; None where rows are not plain numbers."""
+        return self.raw.view(self.record.dtype) if isinstance(self.record, PlainRecord) else None
+
+
+class CudaKernels:
+    """All operations of `Kernels`. trained: whether caches hold trained rounding (then fp8 index scores are exact)."""
+
+    name = "cuda"
+
+    def __init__(self, packages: Packages, moe_backend: str, trained: bool, use_cuda_topk: bool = True):
+        self.packages, self.moe_backend, self.trained = packages, moe_backend, trained
+        self._rounded = linear.RoundedInputs()
+        self._use_cuda_topk = use_cuda_topk
+        self.experts_total = 0  # of the whole model; 0: all are local. For kernel settings only.
+
+    @property
+    def info(self) -> dict[str, str]:
+        """What runs the operations that have a choice, and the state of each optional package."""
+        return {
+            "sparse_attention": "flash_mla" if self.packages.sparse_attention else "triton",
+            "index_logits": "deep_gemm" if self.packages.index_logits else "triton",
+            "moe_backend": self.moe_backend,
+            **self.packages.notes,
+        }
+
+    # Dense layers
+
+    def linear(self, x: Tensor, weight: Any, round_input: bool = False) -> Tensor:
+        return self._round(x, round_input) @ weight.T
+
+    def _round(self, x: Tensor, wanted: bool) -> Tensor:
+        if not wanted:
+            return x
+        return self._rounded.of(x) if x.shape[-1] % 32 == 0 else reference_hyper.round_activation(x)
+
+    def linear_fp32(self, x: Tensor, weight: Any) -> Tensor:
+        return linear.linear_fp32(x, weight)
+
+    def grouped_output(self, o: Tensor, wo_a: Tensor, round_input: bool) -> Tensor:
+        if round_input and o.shape[-1] % 32:
+            return reference_attention.grouped_output(o, wo_a, round_input)
+        return linear.grouped_product(linear.round_activation(o.contiguous()) if round_input else o, wo_a)
+
+    def swiglu(self, gate: Tensor, up: Tensor, limit: float) -> Tensor:
+        return linear.swiglu(gate, up, limit)
+
+    # Norms and residual streams
+
+    def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
+        if x.shape[-1] > MAX_BLOCK or x.stride(-1) != 1:
+            return reference_hyper.rms_norm(x, weight, eps)
+        return hyper.rms_norm(x, weight, eps)
+
+    def hc_mixes(
+        self, streams: Tensor, fn: Tensor, scale: Tensor, base: Tensor, iters: int, hc_eps: float, rms_eps: float
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        k = streams.shape[1]
+        run = hyper.hc_mixes if k & (k - 1) == 0 and 2 <= k <= 8 else reference_hyper.hc_mixes
+        return run(streams, fn, scale, base, iters, hc_eps, rms_eps)
+
+    def hc_collapse(self, streams: Tensor, pre: Tensor, weight: Tensor, eps: float) -> Tensor:
+        run = hyper.hc_collapse if streams.shape[2] <= MAX_BLOCK else reference_hyper.hc_collapse
+        return run(streams, pre, weight, eps)
+
+    def hc_expand(self, y: Tensor, streams: Tensor, post: Tensor, comb: Tensor) -> Tensor:
+        return hyper.hc_expand(y.contiguous(), streams, post, comb)
+
+    def engram_write(self, streams: Tensor, u: Tensor, q_weight: Tensor, k_weight: Tensor, eps: float) -> Tensor:
+        run = hyper.engram_write if streams.shape[2] <= MAX_BLOCK else reference_hyper.engram_write
+        return run(streams, u, q_weight, k_weight, eps)
+
+    def rope(self, x: Tensor, rotary: Rotary, inverse: bool = False) -> Tensor:
+        """Rotates x itself where it is contiguous."""
+        pairs = rotary.cos.shape[-1]
+        if pairs & (pairs - 1):
+            return reference_hyper.rope(x, rotary, inverse)
+        return rows.rope_in_place(x.contiguous(), rotary, inverse)
+
+    # Cache rows
+
+    def window_rows(
+        self, kv: Tensor, weight: Tensor, eps: float, rotary: Rotary, record: Record, trained: bool
+    ) -> Tensor:
+        if not self._row_kernel(kv, rotary):
+            return reference_attention.window_rows(kv, weight, eps, rotary, record, trained)
+        return rows.record_rows(kv, weight, eps, rotary, record, rows.WINDOW, trained)
+
+    def latent_rows(self, latent: Tensor, rotary: Rotary, record: Record, trained: bool) -> Tensor:
+        if not self._row_kernel(latent, rotary):
+            return reference_attention.latent_rows(latent, rotary, record, trained)
+        return rows.record_rows(latent, None, 0.0, rotary, record, rows.LATENT, trained)
+
+    def index_rows(
+        self, latent: Tensor, wk: Any, weight: Tensor, eps: float, rotary: Rotary, record: Record, trained: bool
+    ) -> Tensor:
+        keys = self.linear(latent, wk)
+        if not self._row_kernel(keys, rotary):
+            return reference_attention.index_rows(latent, wk, weight, eps, rotary, record, trained)
+        return rows.record_rows(keys, weight, eps, rotary, record, rows.INDEX, trained)
+
+    def index_queries(self, q: Tensor, rotary: Rotary, trained: bool) -> Tensor:
+        t, heads, width = q.shape
+        if not self._row_kernel(q, rotary):
+            return reference_attention.index_queries(q, rotary, trained)
+        rounding = rows.INDEX if trained else rows.NONE
+        flat = q.reshape(t * heads, width)
+        return rows.transform_rows(flat, None, 0.0, rotary, rounding, q.dtype, heads).view(t, heads, width)
+
+    def _row_kernel(self, x: Tensor, rotary: Rotary) -> bool:
+        return rows.fits(x.shape[-1], 2 * rotary.cos.shape[-1]) and x.stride(-1) == 1
+
+    def pool_pairs(self, first: Tensor, second: Tensor) -> Tensor:
+        return rows.pool_pairs(first, second)
+
+    # Attention
+
+    def window_keys(self, ring: RecordPool, prior_slots: Tensor, step_rows: Tensor) -> WindowKeys:
+        prior = ring.read_raw(prior_slots) if len(prior_slots) else step_rows[:0]
+        return WindowKeys(torch.cat([prior, step_rows]) if len(prior) else step_rows.contiguous(), ring.record)
+
+    def attend(
+        self,
+        q: Tensor,
+        keys: WindowKeys,
+        window_index: Tensor,
+        pool: RecordPool | None,
+        slots: Tensor | None,
+        sink: Tensor,
+        scale: float,
+    ) -> Tensor:
+        window, heads, width = keys.rows(), q.shape[1], q.shape[2]
+        plain = pool is None or isinstance(pool.record, PlainRecord)
+        same = window is not None and window.dtype == q.dtype and width >= 16 and width & (width - 1) == 0
+        if window is None or not plain or not same or len(q) == 0:
+            decoded = keys.record.decode(keys.raw)
+            return reference_attention.attend(q, decoded, window_index, pool, slots, sink, scale)
+        flash = self.packages.sparse_attention
+        fits = width == attention.FLASH_WIDTH and attention.TRITON_HEADS < heads <= attention.FLASH_HEADS
+        if flash is not None and fits and q.dtype == torch.bfloat16 and (pool is None or pool.arena is not None):
+            if pool is None:
+                merged, lengths = attention.merge_indices(window_index, None, 0, 0)
+                return attention.flash_attention(flash, q, window, merged, lengths, sink, scale)
+            assert pool.arena is not None
+            base = pool.arena.lay(window)
+            merged, lengths = attention.merge_indices(window_index, slots, base, pool.first_row)
+            return attention.flash_attention(flash, q, pool.arena.rows, merged, lengths, sink, scale)
+        pool_rows = None if pool is None else pool.storage.view(q.dtype).view(-1, width)
+        return attention.triton_attention(q.contiguous(), window, window_index, pool_rows, slots, sink, scale)
+
+    # Entry selection
+
+    def select_entries(
+        self,
+        q: Tensor,
+        weights: Tensor,
+        pool: RecordPool,
+        rows: IndexRows,
+        topk: int,
+        scale: float,
+        candidates: Any = None,
+        publish: tuple[int, int] | None = None,
+    ) -> tuple[Tensor, Any]:
+        t, heads, width = q.shape
+        most = int(rows.visible_host.max()) if t else 0
+        kept = candidates if isinstance(candidates, index.Candidates) else None
+        if (
+            most <= topk
+            and (kept is None or kept.bits is None)
+            and (publish is None or most <= publish[0] * publish[1])
+        ):
+            published = None if publish is None else index.Candidates(None, publish[1])
+            return index.all_visible(rows.visible, topk), published
+        if not isinstance(pool.record, PlainRecord) or not index.triton_usable(heads, width):
+            return self._select_reference(q, weights, pool, rows, topk, scale, candidates, publish)
+        fast = self.packages.index_logits
+        fp8 = fast is not None and self.trained and q.dtype == torch.bfloat16
+        keys = index.gather_keys(pool, rows, fp8)
+        visible = rows.visible
+        if fp8 and fast is not None:
+            codes, q_scale = index.fp8_rows(q.reshape(t * heads, width))
+            codes, w = codes.view(t, heads, width), index.index_weights(weights, scale, q_scale)
+            end = keys.start + visible.to(torch.int32)
+
+            def scorer(part: slice) -> Tensor:
+                return fast(codes[part], keys.rows, keys.scale, w[part], keys.start[part], end[part], keys.width)
+
+        else:
+            w = index.index_weights(weights, scale, None)
+            q = q.to(keys.rows.dtype).contiguous()
+
+            def scorer(part: slice) -> Tensor:
+                return index.triton_scores(q[part], w[part], keys, keys.start[part], visible[part])
+
+        choose, choose_bits = self._topk()
+        return index.select(scorer, keys.width, visible, topk, kept, publish, choose, choose_bits)
+
+    def _select_reference(
+        self,
+        q: Tensor,
+        weights: Tensor,
+        pool: RecordPool,
+        rows: IndexRows,
+        topk: int,
+        scale: float,
+        candidates: Any,
+        publish: tuple[int, int] | None,
+    ) -> tuple[Tensor, Any]:
+        """The reference; a candidate set that was never narrowed counts as none."""
+        if isinstance(candidates, index.Candidates):
+            candidates = None
+        return reference_attention.select_entries(q, weights, pool, rows, topk, scale, candidates, publish)
+
+    def _topk(self) -> tuple[Any, Any]:
+        if self._use_cuda_topk:
+            from paraflash.kernels.cuda import topk
+
+            return topk.select_topk, topk.select_bits
+        from paraflash.kernels.cuda import topk_torch
+
+        return topk_torch.select_topk, topk_torch.select_bits
+
+    # Experts
+
+    def route(
+        self, h: Tensor, gate: Tensor, bias: Tensor, topk: int, factor: float, renormalise: bool, temperature: float
+    ) -> tuple[Tensor, Tensor]:
+        return moe.route(h, gate, bias, topk, factor, renormalise, temperature)
+
+    def pack_experts(self, experts: Expert) -> Any:
+        dtype, inner, width = experts.w1.dtype, experts.w1.shape[1], experts.w1.shape[2]
+        if dtype != torch.bfloat16 or inner % 32 or width % 32:
+            return experts
+        return moe.pack_experts(experts, self.moe_backend, self.packages.humming)
+
+    def experts(self, h: Tensor, ids: Tensor, weights: Tensor, experts: Any, limit: float, round_input: bool) -> Tensor:
+        if isinstance(experts, Expert):
+            return reference_moe.experts(h, ids, weights, experts, limit, round_input)
+        share = experts.count / max(experts.count, self.experts_total)
+        expected = max(1, round(ids.numel() * share))
+        return moe.run_experts(self._round(h, round_input), ids, weights, experts, limit, round_input, expected)
+
+
+def cuda_kernels(moe_backend: str = "auto", trained: bool = True) -> Kernels:
+    """Kernels for the current GPU. moe_backend: a name of `moe.BACKENDS`. Raises ValueError for an unknown one."""
+    packages = find_packages()
+    backend = moe.choose_backend(moe_backend, packages.humming, torch.bfloat16)
+    kernels = CudaKernels(packages, backend, trained)
+    log.info("kernels: %s", ", ".join(f"{k} {v}" for k, v in kernels.info.items()))
+    return cast(Kernels, kernels)

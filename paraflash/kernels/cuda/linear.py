@@ -1,0 +1,85 @@
+"""Dense layers: cuBLAS on bf16 weights, the input rounding of model.md 2.4, SwiGLU.
+
+Weights dequantise exactly to bf16 (e4m3 times a power of two), and so do inputs rounded per 32, so a bf16 product with
+fp32 accumulation is the FP8 product of the reference up to the order of the sum.
+"""
+
+from __future__ import annotations
+
+import weakref
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from paraflash.kernels.cuda.formats import mxfp8_round_trip
+from paraflash.kernels.reference import hyper
+
+
+@triton.jit
+def _round_kernel(x_ptr, out_ptr, count, BLOCK: tl.constexpr):
+    at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    mask = at < count
+    x = tl.reshape(tl.load(x_ptr + at, mask=mask, other=0.0).to(tl.float32), (1, BLOCK))
+    x = tl.reshape(mxfp8_round_trip(x, 1, BLOCK // 32, 32), (BLOCK,))
+    tl.store(out_ptr + at, x.to(out_ptr.dtype.element_ty), mask=mask)
+
+
+def round_activation(x: Tensor) -> Tensor:
+    """x [.., n] with 32 | n, contiguous -> the same shape, rounded to e4m3 per 32 channels."""
+    out = torch.empty_like(x)
+    _round_kernel[(triton.cdiv(x.numel(), 4096),)](x, out, x.numel(), BLOCK=4096, num_warps=8)
+    return out
+
+
+class RoundedInputs:
+    """Rounded copies of the last few inputs: one hidden row feeds several linears, and is rounded once."""
+
+    def __init__(self, keep: int = 2):
+        self._keep = keep
+        self._recent: list[tuple[weakref.ref[Tensor], Tensor]] = []
+
+    def of(self, x: Tensor) -> Tensor:
+        for source, rounded in self._recent:
+            if source() is x:
+                return rounded
+        rounded = round_activation(x.contiguous())
+        self._recent = [(weakref.ref(x), rounded), *self._recent[: self._keep - 1]]
+        return rounded
+
+    def clear(self) -> None:
+        self._recent.clear()
+
+
+def linear_fp32(x: Tensor, weight: Tensor) -> Tensor:
+    """fp32 x @ weight^T. bf16 operands have exact fp32 products, so the tensor cores serve where both are bf16."""
+    if x.dtype == weight.dtype == torch.bfloat16:
+        return torch.mm(x, weight.T, out_dtype=torch.float32)
+    return hyper.linear_fp32(x, weight)
+
+
+def grouped_product(o: Tensor, wo_a: Tensor) -> Tensor:
+    """o [T, G, n] with wo_a [G, rank, n] -> [T, G * rank]; each group writes its columns directly."""
+    rows, groups, rank = o.shape[0], wo_a.shape[0], wo_a.shape[1]
+    out = torch.empty(rows, groups * rank, dtype=o.dtype, device=o.device)
+    for g in range(groups):
+        torch.mm(o[:, g], wo_a[g].T, out=out[:, g * rank : (g + 1) * rank])
+    return out
+
+
+@triton.jit
+def _swiglu_kernel(gate_ptr, up_ptr, out_ptr, count, limit, BLOCK: tl.constexpr):
+    at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    mask = at < count
+    g = tl.minimum(tl.load(gate_ptr + at, mask=mask, other=0.0).to(tl.float32), limit)
+    u = tl.load(up_ptr + at, mask=mask, other=0.0).to(tl.float32)
+    u = tl.minimum(tl.maximum(u, -limit), limit)
+    tl.store(out_ptr + at, (g * tl.sigmoid(g) * u).to(out_ptr.dtype.element_ty), mask=mask)
+
+
+def swiglu(gate: Tensor, up: Tensor, limit: float) -> Tensor:
+    gate, up = gate.contiguous(), up.contiguous()
+    out = torch.empty_like(gate)
+    _swiglu_kernel[(triton.cdiv(gate.numel(), 2048),)](gate, up, out, gate.numel(), limit, BLOCK=2048, num_warps=8)
+    return out

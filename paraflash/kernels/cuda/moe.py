@@ -1,0 +1,288 @@
+"""Routed experts on the GPU: router, permutation by expert, two grouped products, SwiGLU between them, combine.
+
+h [T, D] with ids [T, k] -> N = T * k assignments, of which the local ones are ordered by expert (stable, so results do
+not depend on timing); the number of local ones stays on the device, buffers have room for all N. The products run on
+packed FP4 weights (humming) or on bf16 weights (torch grouped matmul).
+"""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from paraflash.formats import encode_mxfp4
+from paraflash.kernels.cuda.formats import mxfp8_round_trip
+from paraflash.kernels.cuda.linear import linear_fp32
+from paraflash.kernels.interface import Expert
+
+log = logging.getLogger("paraflash.kernels")
+
+BACKENDS = {  # --moe-backend, vLLM's names included -> what runs
+    "auto": "auto",
+    "humming": "humming",
+    "marlin": "humming",
+    "triton": "grouped_mm",
+    "grouped_mm": "grouped_mm",
+}
+
+
+@triton.jit
+def _route_kernel(
+    logits_ptr, bias_ptr, ids_ptr, weights_ptr, rows, factor, temperature,
+    E: tl.constexpr, BLOCK: tl.constexpr, TOPK: tl.constexpr, KPAD: tl.constexpr,
+    ROWS: tl.constexpr, RENORMALISE: tl.constexpr,
+):  # fmt: skip
+    row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+    e = tl.arange(0, BLOCK)
+    mask = (row < rows)[:, None] & (e < E)[None, :]
+    x = tl.load(logits_ptr + row[:, None] * E + e[None, :], mask=mask, other=0.0) / temperature
+    # log1p(t) = log(u) * t / (u - 1) with u = 1 + t keeps small scores exact (model.md 8.23).
+    t = tl.exp(-tl.abs(x))
+    u = 1.0 + t
+    soft = tl.maximum(x, 0.0) + tl.where(u == 1.0, t, tl.log(u) * t / tl.where(u == 1.0, 1.0, u - 1.0))
+    score = tl.sqrt(soft)
+    key = tl.where(mask, score + tl.load(bias_ptr + e, mask=e < E, other=0.0)[None, :], float("-inf"))
+    column = tl.arange(0, KPAD)
+    ids = tl.zeros((ROWS, KPAD), dtype=tl.int64)
+    weights = tl.zeros((ROWS, KPAD), dtype=tl.float32)
+    for k in tl.static_range(TOPK):
+        best = tl.argmax(key, axis=1)  # of equal keys the lowest id
+        hit = e[None, :] == best[:, None]
+        value = tl.sum(tl.where(hit, score, 0.0), axis=1)
+        ids = tl.where((column == k)[None, :], best.to(tl.int64)[:, None], ids)
+        weights = tl.where((column == k)[None, :], value[:, None], weights)
+        key = tl.where(hit, float("-inf"), key)
+    if RENORMALISE:
+        weights = weights / (tl.sum(weights, axis=1) + 1e-20)[:, None]
+    at = row[:, None] * TOPK + column[None, :]
+    keep = (row < rows)[:, None] & (column < TOPK)[None, :]
+    tl.store(ids_ptr + at, ids, mask=keep)
+    tl.store(weights_ptr + at, weights * factor, mask=keep)
+
+
+def route(
+    h: Tensor, gate: Tensor, bias: Tensor, topk: int, factor: float, renormalise: bool, temperature: float
+) -> tuple[Tensor, Tensor]:
+    rows, count = h.shape[0], gate.shape[0]
+    logits = linear_fp32(h, gate)
+    ids = torch.empty(rows, topk, dtype=torch.int64, device=h.device)
+    weights = torch.empty(rows, topk, dtype=torch.float32, device=h.device)
+    _route_kernel[(triton.cdiv(rows, 4),)](
+        logits, bias, ids, weights, rows, factor, temperature,
+        E=count, BLOCK=triton.next_power_of_2(count), TOPK=topk, KPAD=triton.next_power_of_2(topk),
+        ROWS=4, RENORMALISE=renormalise, num_warps=4,
+    )  # fmt: skip
+    return ids, weights
+
+
+@triton.jit
+def _count_kernel(ids_ptr, counts_ptr, first, total, BLOCK: tl.constexpr):
+    expert = tl.program_id(0)
+    count = 0
+    for start in range(0, total, BLOCK):
+        at = start + tl.arange(0, BLOCK)
+        ids = tl.load(ids_ptr + at, mask=at < total, other=-1)
+        count += tl.sum((ids == expert + first).to(tl.int32), axis=0)
+    tl.store(counts_ptr + expert, count)
+
+
+@triton.jit
+def _place_kernel(ids_ptr, offsets_ptr, source_ptr, place_ptr, first, total, BLOCK: tl.constexpr):
+    expert = tl.program_id(0)
+    base = tl.load(offsets_ptr + expert).to(tl.int32)
+    for start in range(0, total, BLOCK):
+        at = start + tl.arange(0, BLOCK)
+        mine = tl.load(ids_ptr + at, mask=at < total, other=-1) == expert + first
+        hit = mine.to(tl.int32)
+        row = base + tl.cumsum(hit, axis=0) - hit
+        tl.store(source_ptr + row, at, mask=mine)
+        tl.store(place_ptr + at, row, mask=mine)
+        base += tl.sum(hit, axis=0)
+
+
+@dataclass
+class Permutation:
+    """offsets [E + 1] int64: rows of each local expert; source [N] int32: assignment of each row (valid below
+    offsets[E]); place [T, k] int32: row of each assignment, -1 for other ranks' experts."""
+
+    offsets: Tensor
+    source: Tensor
+    place: Tensor
+
+
+def permute(ids: Tensor, first: int, experts: int) -> Permutation:
+    total, device = ids.numel(), ids.device
+    offsets = torch.zeros(experts + 1, dtype=torch.int64, device=device)
+    counts = torch.empty(experts, dtype=torch.int64, device=device)
+    source = torch.empty(total, dtype=torch.int32, device=device)
+    place = torch.full(ids.shape, -1, dtype=torch.int32, device=device)
+    block = min(2048, triton.next_power_of_2(max(1, total)))
+    _count_kernel[(experts,)](ids, counts, first, total, BLOCK=block, num_warps=4)
+    torch.cumsum(counts, 0, out=offsets[1:])
+    _place_kernel[(experts,)](ids, offsets, source, place, first, total, BLOCK=block, num_warps=4)
+    return Permutation(offsets, source, place)
+
+
+@triton.jit
+def _gather_kernel(
+    h_ptr, source_ptr, end_ptr, out_ptr, D: tl.constexpr, TOPK: tl.constexpr, BLOCK: tl.constexpr
+):  # fmt: skip
+    row = tl.program_id(0)
+    if row < tl.load(end_ptr):
+        token = (tl.load(source_ptr + row) // TOPK).to(tl.int64)
+        for start in tl.static_range(0, D, BLOCK):
+            c = start + tl.arange(0, BLOCK)
+            x = tl.load(h_ptr + token * D + c, mask=c < D, other=0.0)
+            tl.store(out_ptr + row.to(tl.int64) * D + c, x, mask=c < D)
+
+
+@triton.jit
+def _activation_kernel(
+    x_ptr, source_ptr, weights_ptr, end_ptr, out_ptr, limit,
+    INNER: tl.constexpr, BLOCK: tl.constexpr, ROUND: tl.constexpr,
+):  # fmt: skip
+    row = tl.program_id(0)
+    if row < tl.load(end_ptr):
+        c = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+        mask = c < INNER
+        at = row.to(tl.int64) * 2 * INNER + c
+        g = tl.minimum(tl.load(x_ptr + at, mask=mask, other=0.0).to(tl.float32), limit)
+        u = tl.load(x_ptr + at + INNER, mask=mask, other=0.0).to(tl.float32)
+        u = tl.minimum(tl.maximum(u, -limit), limit)
+        # The routing weight goes in before the second product: it changes the rounding (model.md 3.13).
+        a = g * tl.sigmoid(g) * u * tl.load(weights_ptr + tl.load(source_ptr + row))
+        a = a.to(out_ptr.dtype.element_ty).to(tl.float32)
+        if ROUND:
+            a = tl.reshape(mxfp8_round_trip(tl.reshape(a, (1, BLOCK)), 1, BLOCK // 32, 32), (BLOCK,))
+        tl.store(out_ptr + row.to(tl.int64) * INNER + c, a.to(out_ptr.dtype.element_ty), mask=mask)
+
+
+@triton.jit
+def _combine_kernel(y_ptr, place_ptr, out_ptr, D: tl.constexpr, TOPK: tl.constexpr, BLOCK: tl.constexpr):
+    token = tl.program_id(0).to(tl.int64)
+    c = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    total = tl.zeros((BLOCK,), dtype=tl.float32)
+    for k in tl.static_range(TOPK):
+        row = tl.load(place_ptr + token * TOPK + k).to(tl.int64)
+        if row >= 0:
+            total += tl.load(y_ptr + row * D + c, mask=c < D, other=0.0).to(tl.float32)
+    tl.store(out_ptr + token * D + c, total, mask=c < D)
+
+
+class GroupedBf16:
+    """Expert products on bf16 weights through torch's grouped matmul."""
+
+    name = "grouped_mm"
+
+    def __init__(self, weight: Tensor):
+        self.weight = weight  # [E, out, in]
+
+    def __call__(self, x: Tensor, offsets: Tensor, rows: int) -> Tensor:
+        return torch._grouped_mm(x, self.weight.transpose(1, 2), offs=offsets[1:].to(torch.int32))
+
+
+class HummingFp4:
+    """Expert products on packed FP4 weights (bf16 activations) through humming-kernels."""
+
+    name = "humming"
+
+    def __init__(self, module: Any, weight: Tensor):
+        """weight [E, out, in] holds FP4 values times powers of two, so packing it is exact."""
+        experts, out, width = weight.shape
+        with torch.device(weight.device):
+            self.layer = module.HummingLayer(
+                shape_n=out,
+                shape_k=width,
+                weight_config={"quant_method": "mxfp4"},
+                num_experts=experts,
+                torch_dtype=torch.bfloat16,
+            )
+        for e in range(experts):
+            codes, scale = encode_mxfp4(weight[e])
+            self.layer.weight[e].copy_(codes[:, 0::2] | (codes[:, 1::2] << 4))
+            self.layer.weight_scale[e].copy_(scale)
+        self.layer.transform()
+        self._tuning: dict[int, str] = {}
+
+    def __call__(self, x: Tensor, offsets: Tensor, rows: int) -> Tensor:
+        return self.layer(
+            x,
+            expert_layout=offsets,
+            compute_config={"gemm_type": "grouped_contiguous"},
+            tuning_config=self._tuning_for(rows),
+        )
+
+    def _tuning_for(self, rows: int) -> Any:
+        """Settings for about this many rows; one compilation per power of two."""
+        from humming.tune import get_heuristics_config
+
+        size = triton.next_power_of_2(max(16, rows))
+        if size not in self._tuning:
+            self._tuning[size] = get_heuristics_config(
+                self.layer.humming_config, size, gemm_type="grouped_contiguous", device=self.layer.weight.device
+            )
+        return self._tuning[size]
+
+
+@dataclass
+class PackedExperts:
+    """What `experts` takes: both products of the local experts."""
+
+    up: Any  # [E, 2 * I, D]: gate over up
+    down: Any  # [E, D, I]
+    first: int
+    count: int
+    inner: int
+
+
+def choose_backend(name: str, humming: Any, dtype: torch.dtype) -> str:
+    """Backend for `--moe-backend name`. Raises ValueError for an unknown or unavailable one."""
+    if name not in BACKENDS:
+        raise ValueError(f"moe_backend is {name!r}; {', '.join(BACKENDS)} is needed")
+    chosen = BACKENDS[name]
+    if chosen == "auto":
+        return "humming" if humming is not None and dtype == torch.bfloat16 else "grouped_mm"
+    if chosen == "humming" and humming is None:
+        raise ValueError(f"moe_backend {name} needs the package humming-kernels; use triton or auto")
+    if chosen != name:
+        log.info("moe_backend %s runs as %s", name, chosen)
+    return chosen
+
+
+def pack_experts(experts: Expert, backend: str, humming: Any) -> PackedExperts:
+    count, inner, _ = experts.w1.shape
+    up = torch.cat([experts.w1, experts.w3], 1)
+    make = GroupedBf16 if backend == "grouped_mm" else lambda w: HummingFp4(humming, w)
+    return PackedExperts(make(up), make(experts.w2), experts.first, count, inner)
+
+
+def run_experts(
+    h: Tensor, ids: Tensor, weights: Tensor, packed: PackedExperts, limit: float, round_input: bool, expected: int
+) -> Tensor:
+    """Local experts' share of h [T, D] (already rounded where wanted) -> fp32 [T, D].
+
+    `expected` local assignments are likely; it picks kernel settings and never bounds the rows.
+    """
+    rows, d = h.shape
+    topk, total, inner = ids.shape[1], ids.numel(), packed.inner
+    p = permute(ids, packed.first, packed.count)
+    end = p.offsets[packed.count :]
+    x = torch.empty(total, d, dtype=h.dtype, device=h.device)
+    _gather_kernel[(total,)](h, p.source, end, x, D=d, TOPK=topk, BLOCK=1024, num_warps=4)
+    gate_up = packed.up(x, p.offsets, expected)
+    a = torch.empty(total, inner, dtype=h.dtype, device=h.device)
+    block = min(1024, triton.next_power_of_2(inner))
+    _activation_kernel[(total, triton.cdiv(inner, block))](
+        gate_up, p.source, weights, end, a, limit, INNER=inner, BLOCK=block, ROUND=round_input, num_warps=4
+    )
+    y = packed.down(a, p.offsets, expected)
+    out = torch.empty(rows, d, dtype=torch.float32, device=h.device)
+    block = min(1024, triton.next_power_of_2(d))
+    _combine_kernel[(rows, triton.cdiv(d, block))](y, p.place, out, D=d, TOPK=topk, BLOCK=block, num_warps=4)
+    return out

@@ -1,0 +1,179 @@
+"""One check per operation: `kernels` against the reference, at any sizes. Each returns nothing and asserts."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from paraflash.cache.records import PlainRecord
+from paraflash.kernels.reference import reference_kernels
+from tests.kernels.cases import Maker, Sizes, differing, error, experts, index_rows, plain_pool
+
+REFERENCE = reference_kernels()
+# bf16 stores 8 significant bits; sums of many products differ by their order on top.
+LIMIT = {torch.float32: 2e-5, torch.bfloat16: 4e-3}
+
+
+def check_norm_and_streams(kernels: Any, m: Maker, s: Sizes) -> None:
+    limit = LIMIT[m.dtype]
+    streams = m.normal(s.rows, s.streams, s.hidden)
+    weight, pre = m.normal(s.hidden), m.normal(s.rows, s.streams, dtype=torch.float32)
+    assert error(kernels.rms_norm(streams, weight, 1e-20), REFERENCE.rms_norm(streams, weight, 1e-20)) < limit
+    mixes = s.streams * (s.streams + 2)
+    fn = m.normal(mixes, s.streams * s.hidden, scale=(s.streams * s.hidden) ** -0.5, dtype=torch.float32)
+    scale, base = m.normal(3, dtype=torch.float32), m.normal(mixes, dtype=torch.float32)
+    found = kernels.hc_mixes(streams, fn, scale, base, 20, 1e-6, 1e-20)
+    wanted = REFERENCE.hc_mixes(streams, fn, scale, base, 20, 1e-6, 1e-20)
+    for a, b in zip(found, wanted, strict=True):
+        assert error(a, b) < 2e-5
+    _, post, comb = wanted
+    assert (
+        error(kernels.hc_collapse(streams, pre, weight, 1e-20), REFERENCE.hc_collapse(streams, pre, weight, 1e-20))
+        < limit
+    )
+    y = m.normal(s.rows, s.hidden)
+    assert error(kernels.hc_expand(y, streams, post, comb), REFERENCE.hc_expand(y, streams, post, comb)) < limit
+    u = m.normal(s.rows, (s.streams + 1) * s.hidden)
+    q_weight, k_weight = m.normal(s.streams, s.hidden), m.normal(s.streams, s.hidden)
+    found = kernels.engram_write(streams, u, q_weight, k_weight, 1e-20)
+    assert error(found, REFERENCE.engram_write(streams, u, q_weight, k_weight, 1e-20)) < limit
+
+
+def check_rope(kernels: Any, m: Maker, s: Sizes) -> None:
+    x, table = m.normal(s.rows, s.heads, s.head_dim), m.rotary(s.rows, s.rope)
+    for inverse in (False, True):
+        wanted = REFERENCE.rope(x, table, inverse)
+        assert error(kernels.rope(x.clone(), table, inverse), wanted) < LIMIT[m.dtype]
+
+
+def check_cache_rows(kernels: Any, m: Maker, s: Sizes) -> None:
+    record = PlainRecord(s.head_dim, s.head_dim * m.dtype.itemsize, 0, dtype=m.dtype)
+    small = PlainRecord(s.index_dim, s.index_dim * m.dtype.itemsize, 0, dtype=m.dtype)
+    table = m.rotary(s.rows, s.rope)
+    x, weight = m.normal(s.rows, s.head_dim), m.normal(s.head_dim)
+    wk, index_weight = m.normal(s.index_dim, s.head_dim, scale=s.head_dim**-0.5), m.normal(s.index_dim)
+    for trained in (False, True):
+        found = kernels.window_rows(x, weight, 1e-20, table, record, trained).view(m.dtype)
+        wanted = REFERENCE.window_rows(x, weight, 1e-20, table, record, trained).view(m.dtype)
+        assert differing(found, wanted) < 2e-3
+        found = kernels.latent_rows(x, table, record, trained).view(m.dtype)
+        assert differing(found, REFERENCE.latent_rows(x, table, record, trained).view(m.dtype)) < 2e-3
+        found = kernels.index_rows(x, wk, index_weight, 1e-20, table, small, trained).view(m.dtype)
+        wanted = REFERENCE.index_rows(x, wk, index_weight, 1e-20, table, small, trained).view(m.dtype)
+        assert differing(found, wanted) < 5e-3
+        q = m.normal(s.rows, s.index_heads, s.index_dim)
+        assert differing(kernels.index_queries(q, table, trained), REFERENCE.index_queries(q, table, trained)) < 2e-3
+    pairs = m.normal(s.rows, 2 * s.head_dim, dtype=torch.float32), m.normal(s.rows, 2 * s.head_dim, dtype=torch.float32)
+    assert error(kernels.pool_pairs(*pairs), REFERENCE.pool_pairs(*pairs)) < 1e-6
+
+
+def check_linears(kernels: Any, m: Maker, s: Sizes) -> None:
+    limit = LIMIT[m.dtype]
+    x, weight = m.normal(s.rows, s.hidden), m.normal(s.head_dim, s.hidden, scale=s.hidden**-0.5)
+    for rounded in (False, True):
+        found, wanted = kernels.linear(x, weight, rounded), REFERENCE.linear(x.float(), weight.float(), rounded)
+        assert error(found, wanted.to(m.dtype)) < limit
+        again = x.clone()  # another tensor of the same values must not find the first one's copy by chance
+        again[:, 0] += 1
+        assert (
+            error(
+                kernels.linear(again, weight, rounded),
+                REFERENCE.linear(again.float(), weight.float(), rounded).to(m.dtype),
+            )
+            < limit
+        )
+    assert error(kernels.linear_fp32(x, weight), REFERENCE.linear_fp32(x, weight)) < 2e-5
+    o, wo_a = m.normal(s.rows, 4, s.head_dim), m.normal(4, 64, s.head_dim, scale=s.head_dim**-0.5)
+    for rounded in (False, True):
+        wanted = REFERENCE.grouped_output(o.float(), wo_a.float(), rounded)
+        assert error(kernels.grouped_output(o, wo_a, rounded), wanted.to(m.dtype)) < limit
+    gate, up = m.normal(s.rows, s.inner, scale=8.0), m.normal(s.rows, s.inner, scale=8.0)
+    assert error(kernels.swiglu(gate, up, 10.0), REFERENCE.swiglu(gate, up, 10.0)) < limit
+
+
+def check_attention(kernels: Any, m: Maker, s: Sizes, arena: bool) -> None:
+    """Windows and chosen entries with gaps, rows without any entry, and a layer without a pool."""
+    from paraflash.cache.pool import Arena, RecordPool
+
+    record = PlainRecord(s.head_dim, s.head_dim * m.dtype.itemsize, 0, dtype=m.dtype)
+    pages, entries, prior = 1 + 4 * s.chosen // 32, 32, 5
+    ring = plain_pool(m, 3, s.window, s.head_dim)
+    step_rows = record.encode(m.normal(s.rows, s.head_dim))
+    place = Arena(record, 7 + pages * entries, prior + s.rows, m.device) if arena else None
+    if place is not None:
+        place.take(7)  # a pool that does not begin at row 0
+    pool = RecordPool(record, pages, entries, m.device, arena=place)
+    pool.write(torch.arange(pages * entries, device=m.device), record.encode(m.normal(pages * entries, s.head_dim)))
+    prior_slots = m.integers(0, 3 * s.window, prior)
+    window_index = m.integers(0, prior + s.rows, s.rows, s.window)
+    window_index[:, : s.window // 3] = -1
+    slots = m.integers(0, pages * entries, s.rows, s.chosen)
+    slots[:, s.chosen * 3 // 4 :] = -1
+    slots[0] = -1
+    q, sink = m.normal(s.rows, s.heads, s.head_dim), m.normal(s.heads, dtype=torch.float32)
+    scale = s.head_dim**-0.5
+    keys, wanted_keys = (
+        kernels.window_keys(ring, prior_slots, step_rows),
+        REFERENCE.window_keys(ring, prior_slots, step_rows),
+    )
+    for which, chosen in ((pool, slots), (None, None)):
+        found = kernels.attend(q, keys, window_index, which, chosen, sink, scale)
+        wanted = REFERENCE.attend(q.float(), wanted_keys, window_index, which, chosen, sink, scale)
+        assert error(found, wanted.to(m.dtype)) < LIMIT[m.dtype]
+
+
+def check_selection(
+    kernels: Any, m: Maker, s: Sizes, lengths: list[int], counts: list[int], blocks: int, size: int
+) -> None:
+    """Several requests in one step, rows that see nothing, candidates published and applied."""
+    entries = 32
+    pages = 2 + sum(-(-n // entries) for n in lengths)
+    pool = plain_pool(m, pages, entries, s.index_dim, rounded=True)
+    rows = index_rows(m, lengths, counts, entries, pages)
+    total = sum(counts)
+    from paraflash import formats
+
+    q = formats.round_index(m.normal(total, s.index_heads, s.index_dim))
+    weights = m.normal(total, s.index_heads, dtype=torch.float32)
+    scale = s.index_dim**-0.5 * s.index_heads**-0.5
+    found, published = kernels.select_entries(q, weights, pool, rows, s.chosen, scale, publish=(blocks, size))
+    wanted, masks = REFERENCE.select_entries(q, weights, pool, rows, s.chosen, scale, publish=(blocks, size))
+    compare_choice(found, wanted)
+    found, _ = kernels.select_entries(q, weights, pool, rows, s.chosen, scale, candidates=published)
+    wanted, _ = REFERENCE.select_entries(q, weights, pool, rows, s.chosen, scale, candidates=masks)
+    compare_choice(found, wanted)
+
+
+def compare_choice(found: torch.Tensor, wanted: torch.Tensor) -> None:
+    """The same sets, but for entries whose scores differ in the last bits of the sum."""
+    assert ((found >= 0).sum(1) == (wanted >= 0).sum(1)).all()
+    high = int(max(found.max(), wanted.max())) + 2
+    a = torch.zeros(len(found), high, dtype=torch.bool, device=found.device).scatter_(1, found + 1, True)[:, 1:]
+    b = torch.zeros(len(found), high, dtype=torch.bool, device=found.device).scatter_(1, wanted + 1, True)[:, 1:]
+    assert float((a != b).sum()) <= 2e-3 * float(b.sum()) + 1
+
+
+def check_router(kernels: Any, m: Maker, s: Sizes) -> None:
+    h, gate = m.normal(s.rows, s.hidden), m.normal(s.experts, s.hidden, scale=s.hidden**-0.5)
+    bias = m.normal(s.experts, scale=0.1, dtype=torch.float32)
+    for renormalise in (True, False):
+        ids, weights = kernels.route(h, gate, bias, s.topk, 1.5, renormalise, 1.0)
+        wanted_ids, wanted = REFERENCE.route(h, gate, bias, s.topk, 1.5, renormalise, 1.0)
+        same = (ids == wanted_ids).all(1)
+        assert same.double().mean() > 0.99
+        assert error(weights[same], wanted[same]) < 1e-5
+    tied = torch.zeros(s.rows, s.hidden, device=m.device, dtype=m.dtype)
+    ids, _ = kernels.route(tied, gate, torch.zeros_like(bias), s.topk, 1.5, True, 1.0)
+    assert (ids == torch.arange(s.topk, device=m.device)).all()
+
+
+def check_experts(kernels: Any, m: Maker, s: Sizes, local: int, first: int) -> None:
+    h = m.normal(s.rows, s.hidden)
+    ids = torch.rand(s.rows, s.experts, generator=m.generator, device=m.device).argsort(1)[:, : s.topk]
+    weights = m.normal(s.rows, s.topk, dtype=torch.float32).abs()
+    own = experts(m, s, local, first)
+    packed = kernels.pack_experts(own)
+    for rounded in (False, True):
+        found = kernels.experts(h, ids, weights, packed, 10.0, rounded)
+        assert error(found, REFERENCE.experts(h, ids, weights, own, 10.0, rounded)) < 2 * LIMIT[m.dtype]
