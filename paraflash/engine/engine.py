@@ -16,6 +16,8 @@ from collections import defaultdict
 from dataclasses import asdict
 from typing import Any
 
+import numpy as np
+
 from paraflash.config.engine import EngineConfig
 from paraflash.config.model import load_config
 from paraflash.engine.defaults import fit_to_pool, resolve
@@ -67,6 +69,7 @@ class EngineCore:
         cache_salt: str | None = None,
     ) -> None:
         """Queues a request. Raises `RequestRefused` or `BadField`, ValueErrors that name the field, or `QueueFull`."""
+        self.executor.check()
         self.check_prompt(prompt_token_ids)
         request = Request(request_id, prompt_token_ids, params, cache_salt, arrival_time=time.monotonic())
         state = self._grammars.start(params.structured_outputs) if params.structured_outputs is not None else None
@@ -80,12 +83,13 @@ class EngineCore:
         """Raises `RequestRefused` if the ids are no prompt of this model, or too many."""
         if isinstance(prompt_token_ids, (str, bytes)) or len(prompt_token_ids) == 0:
             raise RequestRefused("prompt_token_ids", "the prompt is empty; at least one token is needed")
-        for token in prompt_token_ids:
-            if isinstance(token, bool) or not hasattr(token, "__index__") or not 0 <= token < self.model.vocab_size:
-                raise RequestRefused(
-                    "prompt_token_ids",
-                    f"the prompt has token id {token!r}; integers from 0 to {self.model.vocab_size - 1} are allowed",
-                )
+        ids = np.asarray(prompt_token_ids)
+        if ids.ndim != 1 or ids.dtype.kind not in "iu" or ids.min() < 0 or ids.max() >= self.model.vocab_size:
+            bad = next((t for t in prompt_token_ids if not self._is_token(t)), "of no kind")
+            raise RequestRefused(
+                "prompt_token_ids",
+                f"the prompt has token id {bad!r}; integers from 0 to {self.model.vocab_size - 1} are allowed",
+            )
         limit = self.config.max_model_len or 0
         if len(prompt_token_ids) >= limit:
             raise RequestRefused(
@@ -93,6 +97,11 @@ class EngineCore:
                 f"This model's maximum context length is {limit} tokens. However, your prompt contains "
                 f"{len(prompt_token_ids)} input tokens, and at least one output token must fit as well.",
             )
+
+    def _is_token(self, value: Any) -> bool:
+        return (
+            isinstance(value, (int, np.integer)) and not isinstance(value, bool) and 0 <= value < self.model.vocab_size
+        )
 
     def abort(self, request_id: str) -> None:
         """Ends a request at once; nothing more is heard of it. Unknown ids are ignored."""
@@ -104,6 +113,7 @@ class EngineCore:
 
     def step(self) -> list[Delta]:
         """Runs one step; returns what each request that got a token has new. Raises `EngineDeadError`."""
+        self.executor.check()
         ended, self._ended = self._ended, []
         step = self.scheduler.schedule()
         if step is None:
