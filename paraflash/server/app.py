@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import asyncio
 import hmac
+import json
 import logging
 import re
 import time
 import uuid
+from collections.abc import Callable, Coroutine
 from typing import Any
 
 from fastapi import FastAPI, Request
 from fastapi.exceptions import RequestValidationError
+from fastapi.routing import APIRoute
 from starlette.datastructures import Headers, MutableHeaders
 from starlette.exceptions import HTTPException
 from starlette.responses import Response
@@ -63,7 +66,7 @@ class Gate:
         if keys and scope["path"] not in _OPEN_PATHS and scope["method"] != "OPTIONS":
             scheme, _, given = headers.get("authorization", "").partition(" ")
             # Every key is compared, so that the time taken tells nothing.
-            right = [hmac.compare_digest(given.encode(), key.encode()) for key in keys]
+            right = [hmac.compare_digest(given.encode("latin-1"), key.encode()) for key in keys]
             if scheme.lower() != "bearer" or not any(right):
                 return json_response({"error": "Unauthorized"}, 401, {"WWW-Authenticate": "Bearer"})
         length = headers.get("content-length", "")
@@ -110,12 +113,35 @@ class Gate:
             await self._too_large()(scope, receive, send)
 
 
+class _CheckedRequest(Request):
+    """Refuses text with half a surrogate pair, wherever it is: it is no Unicode text, and no UTF-8 can hold it."""
+
+    async def json(self) -> Any:
+        body = await super().json()
+        if b"\\ud" in (await self.body()).lower():
+            try:
+                json.dumps(body, ensure_ascii=False).encode()
+            except UnicodeEncodeError:
+                raise bad_request("the body has a string with half a surrogate pair (\\ud800 to \\udfff)") from None
+        return body
+
+
+class _CheckedRoute(APIRoute):
+    def get_route_handler(self) -> Callable[[Request], Coroutine[Any, Any, Response]]:
+        handle = super().get_route_handler()
+
+        async def checked(request: Request) -> Response:
+            return await handle(_CheckedRequest(request.scope, request.receive))
+
+        return checked
+
+
 def build_app(state: ServerState) -> Any:
     """The ASGI application."""
     app = FastAPI(
         title="paraflash", version=__version__, docs_url=None, redoc_url=None, default_response_class=Response
     )
-    app.state.server = state
+    app.router.route_class = _CheckedRoute
     _add_error_handlers(app)
     _add_generation_routes(app, state)
     _add_token_routes(app, state)
@@ -134,7 +160,8 @@ def _add_error_handlers(app: FastAPI) -> None:
         if error.status_code == 404:
             detail = f"there is no {request.url.path[:200]}"
         elif error.status_code == 400:
-            detail = "the body could not be read as JSON"
+            cause = error.__cause__
+            detail = cause.message if isinstance(cause, ApiError) else "the body could not be read as JSON"
         return error_response(ApiError(error.status_code, detail))
 
     @app.exception_handler(Exception)

@@ -23,6 +23,7 @@ from paraflash.server.tokens import TextTokenizer
 _MODEL = "model"  # the name under which recipe sees the model; clients never do
 _IMAGE_MARKS = ("<｜image｜>", "<｜deepseek_image｜>")
 _NEEDED = ("<｜User｜>", "<｜Assistant｜>", "<｜System｜>", "<think>", "</think>", "｜DSML｜")
+_CONTROLS = [token for token in vars(recipe.SpecialToken).values() if isinstance(token, recipe.SpecialToken)]
 _MAX_SCHEMA_DEPTH = 64
 
 
@@ -47,8 +48,10 @@ class ChatCodec:
     def __init__(self, tokenizer: TextTokenizer, thinking_by_default: bool = True):
         self.missing = [token for token in _NEEDED if tokenizer.id_of(token) is None]
         self.think_end_id = tokenizer.id_of("</think>")
+        # Control tokens are never part of an answer's text; the parser needs the markers of thinking and of calls.
+        controls = {tokenizer.id_of(token.default_str()) for token in _CONTROLS}
         marks = {tokenizer.id_of(token) for token in ("<think>", "</think>", "｜DSML｜")}
-        self.hidden_ids = frozenset(tokenizer.special_ids - marks)  # never part of an answer's text
+        self.hidden_ids = frozenset(i for i in (tokenizer.special_ids | controls) - marks if i is not None)
         self._options = (
             recipe.ConversionOptions()
             .with_model_alias(_MODEL, recipe.ModelVersion.DeepseekV41Flash)

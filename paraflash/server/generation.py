@@ -19,6 +19,7 @@ from paraflash.engine.detokenizer import Detokenizer
 from paraflash.engine.messages import TokenLogprobs
 from paraflash.engine.request import Delta, Times
 from paraflash.engine.sampling_params import SamplingParams
+from paraflash.server.errors import ApiError
 from paraflash.server.state import ServerState
 
 request_log = logging.getLogger("paraflash.requests")
@@ -108,6 +109,8 @@ class Generation:
 
     def _event(self, delta: Delta) -> Event:
         choice, now = self._by_id[delta.request_id], time.monotonic()
+        if delta.finish_reason == "abort":  # not by us: we hear nothing of what we abort
+            raise ApiError(500, "the engine gave this request up; the server's log has the reason")
         metrics, first = self.state.metrics, not choice.token_ids
         choice.cached, choice.preemptions, choice.times = delta.num_cached_tokens, delta.num_preemptions, delta.times
         choice.token_ids += delta.token_ids
