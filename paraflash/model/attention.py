@@ -18,6 +18,7 @@ from paraflash.model.batch import LocalBatch, Windows, rope_of
 from paraflash.model.compressor import Compressor
 from paraflash.model.indexer import Indexer, Selection
 from paraflash.model.weights import Numerics, Weights
+from paraflash.parallel.exchange import sum_over_tp
 from paraflash.parallel.mesh import Mesh
 
 
@@ -60,7 +61,7 @@ class Attention:
         o = k.attend(q, keys, windows.index, pool, slots, self.sink, m.head_dim**-0.5)
         o = k.rope(o, rotary, inverse=True).unflatten(1, (self.groups, -1)).flatten(2)
         z = k.grouped_output(o, self.wo_a.view(self.groups, m.o_lora_rank, -1), rounded)
-        return self.mesh.tp.all_reduce(k.linear(z, self.wo_b, rounded), "attention")
+        return sum_over_tp(self.mesh.tp, k.linear(z, self.wo_b, rounded), batch.all_rows, "attention")
 
 
 def exchange_window(k: Kernels, rows: Any, windows: Windows, ring: Any) -> Any:

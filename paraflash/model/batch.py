@@ -70,7 +70,7 @@ class LocalBatch:
     windows: Windows
     entries: dict[int, Entries]  # by ratio
     index_rows: dict[int, IndexRows]  # by ratio
-    experts: RowGather  # all rows, for the MoE
+    all_rows: RowGather  # every row of the step: the MoE, and the common shape of sums over TP
 
 
 @dataclass
@@ -101,8 +101,10 @@ def positions_of(segments: Sequence[Segment]) -> np.ndarray:
     return np.concatenate([np.zeros(0, np.int64), *(np.arange(s.start, s.end) for s in segments)])
 
 
-def build_batch(spans: Sequence[Span], plan: Plan, model: ModelConfig, mesh: Mesh, block_size: int) -> LocalBatch:
-    """The rank's view of rows `spans` partitioned by `plan`."""
+def build_batch(
+    spans: Sequence[Span], plan: Plan, model: ModelConfig, mesh: Mesh, block_size: int, owns_kv: bool = True
+) -> LocalBatch:
+    """The rank's view of rows `spans` partitioned by `plan`; without `owns_kv` for layers that make no entries."""
     device, rank = mesh.device, mesh.pcp.rank
     position = positions_of(plan.segments[rank])
     window = plan_window(spans, plan.segments[rank], plan.segments, rank, model.window)
@@ -113,9 +115,12 @@ def build_batch(spans: Sequence[Span], plan: Plan, model: ModelConfig, mesh: Mes
         window_rotary=rotary(to_device(position, device), model.window_rope, model.rope_dim),
         compress_rotary=rotary(to_device(position, device), model.compress_rope, model.rope_dim),
         windows=_windows(window, mesh),
-        entries={r: _entries(plan_entries(spans, plan.segments, rank, r, block_size), r, model, mesh) for r in ratios},
+        entries={
+            r: _entries(plan_entries(spans, plan.segments, rank, r, block_size), r, model, mesh)
+            for r in (ratios if owns_kv else ())
+        },
         index_rows={r: _index_rows(spans, plan.segments[rank], position, r, block_size, device) for r in ratios},
-        experts=RowGather(mesh.pcp, [len(r) for r in plan.rows], "experts", device),
+        all_rows=RowGather(mesh.pcp, [len(r) for r in plan.rows], "experts", device),
     )
 
 
@@ -225,7 +230,7 @@ def build_trailing(
         counts.append(count)
     take = [place[s.request, p] for s in plan.segments[rank] for p in range(s.start, s.end)]
     return Trailing(
-        batch=build_batch(tail_spans, plan, model, mesh, block_size),
+        batch=build_batch(tail_spans, plan, model, mesh, block_size, owns_kv=False),
         windows=_windows(window, mesh),
         send_rows=to_device(np.concatenate([np.zeros(0, np.int64), *send]), device),
         gather=RowGather(mesh.pcp, counts, "trailing", device),

@@ -11,7 +11,7 @@ from torch import Tensor
 from paraflash.config.model import ModelConfig
 from paraflash.kernels.interface import Expert, Kernels
 from paraflash.model.weights import Numerics, Weights
-from paraflash.parallel.exchange import RowGather
+from paraflash.parallel.exchange import RowGather, sum_over_tp
 from paraflash.parallel.mesh import Mesh
 
 
@@ -22,7 +22,8 @@ class MoE:
         self.model, self.kernels, self.numerics, self.mesh = model, kernels, numerics, mesh
         self.gate, self.bias = weights["gate"], weights["gate.bias"]
         e = weights.under("experts")
-        self.experts = Expert(e["w1"], e["w2"], e["w3"], first_expert)
+        own = Expert(e.take("w1"), e.take("w2"), e.take("w3"), first_expert, model.num_experts)
+        self.experts = kernels.pack_experts(own)
         shared = weights.under("shared_experts")
         self.w1, self.w2, self.w3 = shared["w1"], shared["w2"], shared["w3"]
 
@@ -39,4 +40,4 @@ class MoE:
         routed = rows.reduce_scatter(routed)
         a = k.swiglu(k.linear(h, self.w1, rounded), k.linear(h, self.w3, rounded), m.swiglu_limit)
         out = (routed + k.linear(a, self.w2, rounded)).to(h.dtype)
-        return self.mesh.tp.all_reduce(out, "experts"), ids, weights
+        return sum_over_tp(self.mesh.tp, out, rows, "experts"), ids, weights

@@ -6,7 +6,7 @@ sublayer; those lag one sublayer behind. `probe` sees named intermediate values 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, MutableMapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -21,6 +21,7 @@ from paraflash.model.batch import LocalBatch, Trailing
 from paraflash.model.indexer import Selection
 from paraflash.model.moe import MoE
 from paraflash.model.weights import Numerics, Weights
+from paraflash.parallel.exchange import RowGather, sum_over_tp
 from paraflash.parallel.mesh import Mesh
 
 Probe = Callable[[str, Any], None]
@@ -76,7 +77,7 @@ class Transformer:
     def __init__(
         self,
         model: ModelConfig,
-        tensors: Mapping[str, Any],
+        tensors: MutableMapping[str, Any],
         kernels: Kernels,
         numerics: Numerics,
         mesh: Mesh,
@@ -92,14 +93,14 @@ class Transformer:
         self.first_token = -(-model.vocab_size // mesh.tp.size) * mesh.tp.rank
         self.probe: Probe = no_probe
 
-    def embed(self, token_ids: Tensor) -> Tensor:
+    def embed(self, token_ids: Tensor, everyone: RowGather) -> Tensor:
         """[T] int64 -> [T, D]; the vocabulary is split over TP, so foreign tokens add zero."""
         local = token_ids - self.first_token
         mine = (local >= 0) & (local < self.embedding.shape[0])
         if self.mesh.tp.size == 1:
             return self.embedding[token_ids]
         rows = self.embedding[local.clamp(0, max(0, self.embedding.shape[0] - 1))]
-        return self.mesh.tp.all_reduce(rows.masked_fill(~mine[:, None], 0), "embed")
+        return sum_over_tp(self.mesh.tp, rows.masked_fill(~mine[:, None], 0), everyone, "embed")
 
     def forward(
         self,
@@ -116,7 +117,7 @@ class Transformer:
         With `trailing` the layers behind the last KV owner, and that layer's own attention, run on its rows only.
         """
         model, k = self.model, self.kernels
-        x = self.embed(token_ids)
+        x = self.embed(token_ids, batch.all_rows)
         state = State(x[:, None].repeat(1, model.hc_mult, 1), x.new_zeros(len(x), model.hc_mult, dtype=torch.float32))
         state.pre[:, 0] = 1
         chosen = Selection()
@@ -124,10 +125,13 @@ class Transformer:
             progress()
             if block.layer.engram is not None:
                 state.streams = block.add_engram(state.streams, engram_rows(block.layer.engram))
-            narrows = trailing is not None and block.layer.index == model.last_kv_owner
-            state, batch = self._attend(block, state, batch, cache, chosen, trailing if narrows else None)
+            narrowing = trailing if block.layer.index == model.last_kv_owner else None
+            if narrowing is not None and narrowing.batch.plan.num_rows == 0:  # no row goes on, on any rank
+                block.attention.write(block.collapse(state, "attn"), batch, narrowing.windows, cache)
+                return x[:0]
+            state, batch = self._attend(block, state, batch, cache, chosen, narrowing)
             pre, post, comb = block.mixes(state.streams, "ffn")
-            y, ids, weights = block.moe(block.collapse(state, "ffn"), batch.experts)
+            y, ids, weights = block.moe(block.collapse(state, "ffn"), batch.all_rows)
             state = State(k.hc_expand(y, state.streams, post, comb), pre)
             self._show(
                 block.layer, ffn_out=y, router_indices=ids, router_weights=weights, streams=state.streams, pre_mix=pre

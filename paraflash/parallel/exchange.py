@@ -30,7 +30,8 @@ class RowGather:
             kept = [r * self.padded + np.arange(c) for r, c in enumerate(self.counts)]
             self._kept = torch.from_numpy(np.concatenate(kept)).to(device)
 
-    def _pad(self, x: Tensor) -> Tensor:
+    def pad(self, x: Tensor) -> Tensor:
+        """x [counts[rank], ..] -> [padded, ..], zeros behind; the same shape on every rank."""
         return x if x.shape[0] == self.padded else torch.cat([x, x.new_zeros(self.padded - x.shape[0], *x.shape[1:])])
 
     def gather(self, x: Tensor) -> Tensor:
@@ -39,7 +40,7 @@ class RowGather:
             raise ValueError(f"{self.label}: {x.shape[0]} rows for a plan of {self.local}")
         if self.group.size == 1 or self.padded == 0:
             return x
-        gathered = self.group.all_gather(self._pad(x), self.label)
+        gathered = self.group.all_gather(self.pad(x), self.label)
         return gathered if self._full else gathered[self._kept]
 
     def reduce_scatter(self, x: Tensor) -> Tensor:
@@ -62,6 +63,11 @@ class RowGather:
         return [
             g.flatten().clone().view(p.dtype).reshape(-1, *p.shape[1:]) for g, p in zip(gathered, parts, strict=True)
         ]
+
+
+def sum_over_tp(tp: Group, x: Tensor, rows: RowGather, label: str) -> Tensor:
+    """Sum of x [T, ..] over the TP group, in one shape for all PCP ranks although T differs between them."""
+    return x if tp.size == 1 else tp.all_reduce(rows.pad(x), label)[: x.shape[0]]
 
 
 def _row_bytes(x: Tensor) -> int:

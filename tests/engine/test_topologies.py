@@ -129,7 +129,7 @@ def mixed_workload(core: EngineCore, seed: int, after_step=lambda: None) -> dict
     chosen = random.Random(seed)
     tokens: dict[str, list[int]] = {}
     waiting = [
-        (f"r{i}", [chosen.randrange(3, 384) for _ in range(chosen.choice([1, 2, 7, 30, 90]))]) for i in range(14)
+        (f"r{i}", [chosen.randrange(3, 384) for _ in range(chosen.choice([1, 2, 55, 60, 62, 90]))]) for i in range(16)
     ]
     aborted = {f"r{i}": chosen.randrange(1, 12) for i in (3, 8, 11)}  # request -> steps after which it is aborted
     step = 0
@@ -138,7 +138,7 @@ def mixed_workload(core: EngineCore, seed: int, after_step=lambda: None) -> dict
             if waiting:
                 name, ids = waiting.pop()
                 tokens[name] = []
-                core.add_request(name, ids, SamplingParams(max_tokens=chosen.randrange(1, 20), **GREEDY))
+                core.add_request(name, ids, SamplingParams(max_tokens=chosen.randrange(5, 25), **GREEDY))
         for name in [n for n, left in aborted.items() if n in tokens and left <= 0]:
             core.abort(name)
             del aborted[name]
