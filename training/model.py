@@ -18,6 +18,7 @@ from paraflash.config.model import LayerSpec, ModelConfig
 from paraflash.model.rope import frequencies
 from training import rounding
 from training.sinkhorn import sinkhorn
+from training.streams import collapse, expand
 from training.weights import stored_as, initial, parameter_shapes, rows_of
 
 
@@ -57,8 +58,7 @@ class _Shared:
 
 
 def rms(x: Tensor, w: Tensor, eps: float) -> Tensor:
-    x = x.float()
-    return x * torch.rsqrt(x.square().mean(-1, keepdim=True) + eps) * w
+    return F.rms_norm(x.float(), (x.shape[-1],), w, eps)
 
 
 def rotate(x: Tensor, turn: Tensor) -> Tensor:
@@ -116,15 +116,15 @@ class Miniature(nn.Module):
             if layer.engram is not None:
                 streams = self._engram(w, layer.engram, streams, hashes[:, :, layer.engram], mode)
             pre_attn, post, comb = self._mixes(w, at, "attn", streams)
-            h = rms(_collapse(streams, pre), w["attn_norm"][at], c.rms_eps)
+            h = rms(collapse(streams, pre), w["attn_norm"][at], c.rms_eps)
             y = self._attention(w, layer, h, shared, turns[int(layer.ratio > 0)], mode, routes, extras)
-            streams = _expand(y, streams, post, comb)
+            streams = expand(y, streams, post, comb)
             pre, post, comb = self._mixes(w, at, "ffn", streams)
-            h = rms(_collapse(streams, pre_attn), w["ffn_norm"][at], c.rms_eps)
-            streams = _expand(self._moe(w, at, h, extras), streams, post, comb)
+            h = rms(collapse(streams, pre_attn), w["ffn_norm"][at], c.rms_eps)
+            streams = expand(self._moe(w, at, h, extras), streams, post, comb)
         if mode.losses:
             self._index_losses(shared, extras)
-        y = rms(_collapse(streams, pre), w["norm"], c.rms_eps)
+        y = rms(collapse(streams, pre), w["norm"], c.rms_eps)
         return (y.to(mode.dtype) @ w["head"].T).float(), extras
 
     def _mixes(self, w: dict, at: int, site: str, streams: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -132,7 +132,7 @@ class Miniature(nn.Module):
         c = self.config
         k = c.hc_mult
         v = streams.flatten(2)
-        m = (v @ w[f"hc_{site}_fn"][at].T) * torch.rsqrt(v.square().mean(-1, keepdim=True) + c.rms_eps)
+        m = F.rms_norm(v, (v.shape[-1],), None, c.rms_eps) @ w[f"hc_{site}_fn"][at].T
         scale, base = w[f"hc_{site}_scale"][at], w[f"hc_{site}_base"][at]
         pre = torch.sigmoid(m[..., :k] * scale[0] + base[:k]) + c.hc_eps
         post = 2 * torch.sigmoid(m[..., k : 2 * k] * scale[1] + base[k : 2 * k])
@@ -199,7 +199,7 @@ class Miniature(nn.Module):
         kv = (rounding.mxfp8(kv) if mode.round_cache else kv).to(mode.dtype)
         if layer.owns_kv:
             self._compress(w, layer, h, shared, turn, mode)
-        if layer.owns_index:
+        if layer.owns_index and (mode.sparse or mode.losses):
             self._index(w, layer, h, qr, shared, turn, mode)
             if shared.selected is not None:
                 extras.chosen[at] = shared.selected
@@ -319,14 +319,6 @@ def _polar(position: Tensor, frequency: Tensor) -> tuple[Tensor, Tensor]:
     return torch.ones_like(angle), angle
 
 
-def _collapse(streams: Tensor, pre: Tensor) -> Tensor:
-    return (pre[..., None, :] @ streams).squeeze(-2)
-
-
-def _expand(y: Tensor, streams: Tensor, post: Tensor, comb: Tensor) -> Tensor:
-    return post[..., None] * y[:, :, None] + comb.transpose(-1, -2) @ streams
-
-
 def _may_read(config: ModelConfig, layer: LayerSpec, routes: Tensor) -> Tensor:
     """[B, T] bool: may the answer at this position read this layer's compressed entries (see tasks.py)."""
     if layer.ratio == 2:
@@ -365,4 +357,4 @@ def attend(
         return out, None
     far = p[..., 2 * window + 1 :]
     out = out + (far.reshape(b, t * heads, -1) @ latents).view(b, t, heads, dim)
-    return out, far.float().mean(2)
+    return out, far.mean(2, dtype=torch.float32)

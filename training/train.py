@@ -37,7 +37,7 @@ Key = tuple[Shape, Mode]
 def schedule(step: int, steps: int, small: bool, dtype: torch.dtype) -> Key:
     """Batch shape and forward mode of a step: short and dense first, then longer, rounded, and sparse."""
     done = step / steps
-    mode = Mode(losses=True, dtype=dtype, hard_routes=done < 0.45)
+    mode = Mode(losses=done >= 0.3, dtype=dtype, hard_routes=done < 0.45)
     mode = replace(mode, round_cache=done >= 0.35, sparse=done >= 0.55, round_weights=done >= 0.65)
     if small:
         return Shape(16, 256, 256), replace(mode, dense_rows=4 if mode.sparse else 0)
@@ -151,6 +151,7 @@ class Trainer:
         """Frees the graphs of earlier phases."""
         for name in [n for n in self._captured if keep not in n]:
             del self._captured[name]
+        self._pool = None  # a pool dies with its last graph
 
 
 @torch.no_grad()
@@ -169,7 +170,7 @@ def accuracy(model: Miniature, tests: dict[str, list[dict[str, Any]]], mode: Mod
     return out
 
 
-def save(model: Miniature, folder: Path, limit: int = 12 << 20) -> None:
+def save(model: Miniature, folder: Path, limit: int = 15 << 20) -> None:
     """fp32 parameters in files of at most about `limit` bytes each."""
     parts: list[dict[str, Tensor]] = [{}]
     size = 0
