@@ -92,6 +92,7 @@ class Request:
         self.num_computed = 0
         self.kv_write_start = 0
         self.window_start = 0
+        self.least_rows = 0  # the next chunk must have as many rows, or wait (bounded replay)
         self.num_cached_blocks = 0  # leading blocks known to the prefix cache
         self.cache_node = 0  # content id of the last of them, 0 for none
 

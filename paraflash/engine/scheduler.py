@@ -22,6 +22,7 @@ from paraflash.config.model import ModelConfig
 from paraflash.engine.admission import fitting_max_tokens, seed_of
 from paraflash.engine.blocks import BlockPool
 from paraflash.engine.messages import StepInput, StepOutput, StepRequest
+from paraflash.engine.replay import certain_rows, drops_rows, kept_rows, rewind_rows
 from paraflash.engine.request import Delta, Request, RequestRefused, State, sample_spec
 
 logger = logging.getLogger("paraflash.scheduler")
@@ -73,8 +74,8 @@ class Scheduler:
         self.max_model_len = config.max_model_len or 0
         self.budget = config.max_num_batched_tokens or 0
         self.pool = BlockPool(num_blocks, config.block_size)
-        # A window latent of layer l depends on the windows below it, so an exact one needs all of them rebuilt.
-        self.rewind = model.window if config.swa_bounded_replay else model.num_layers * (model.window - 1)
+        self.rewind = rewind_rows(config, model)
+        self.drops_rows, self.certain_rows = drops_rows(config, model), certain_rows(config)
         self.waiting: deque[Request] = deque()
         self.running: list[Request] = []  # in order of arrival
         self._unfinished: dict[str, Request] = {}
@@ -137,7 +138,7 @@ class Scheduler:
         self.pool.free(request.block_ids)
         self._free_slots.append(request.slot)
         request.slot, request.block_ids = -1, []
-        request.num_computed = 0
+        request.num_computed = request.least_rows = 0
 
     def _preempt(self, request: Request) -> None:
         logger.info(
@@ -160,7 +161,7 @@ class Scheduler:
         # Decoding requests first, then prompts, both in order of arrival (the sort is stable).
         for request in sorted(self.running, key=lambda r: r.is_prefill):
             want = self._limit(request, request.num_uncomputed, budget)
-            if want and request.state is State.RUNNING:  # not preempted a moment ago
+            if want >= max(request.least_rows, 1) and request.state is State.RUNNING:  # not preempted a moment ago
                 rows = self._make_room(request, want, chunks)
                 if rows:
                     chunks[request] = rows
@@ -190,6 +191,8 @@ class Scheduler:
             if not later:
                 room = (len(request.block_ids) + self.pool.num_free) * self.pool.block_size
                 want = room - request.num_computed
+                if want < request.least_rows:
+                    return 0
                 break
             self._preempt(later[-1])
         need = self.pool.blocks_for(request.num_computed + want) - len(request.block_ids)
@@ -260,6 +263,8 @@ class Scheduler:
         start, end = request.num_computed, request.num_computed + rows
         last = end == request.num_tokens
         wants_prompt = request.is_prefill and request.params.prompt_logprobs is not None
+        drops = self.drops_rows and request.is_prefill and request.params.prompt_logprobs is None
+        kept = kept_rows(rows, request.num_tokens - end, self.model.window, self.certain_rows) if drops else rows
         return StepRequest(
             request_id=request.request_id,
             slot=request.slot,
@@ -270,6 +275,7 @@ class Scheduler:
             block_ids=np.array(request.block_ids[: self.pool.blocks_for(end)], np.int32),
             kv_write_start=request.kv_write_start,
             window_start=request.window_start,
+            kept_rows=kept if kept < rows else -1,
             sample=sample_spec(request) if last else None,
             is_last_chunk=last,
             prompt_logprobs=request.params.prompt_logprobs if wants_prompt else None,
@@ -288,6 +294,8 @@ class Scheduler:
             if request.finished:
                 continue
             request.num_computed += part.num_tokens
+            # Without decoder windows behind it the next chunk must start its own: it has to be longer than a window.
+            request.least_rows = self.model.window + 1 if part.kept_rows == 0 else 0
             request.prompt_logprobs += output.prompt_logprobs.get(request.request_id, [])
             _log_progress(request, part)
             if self.config.enable_prefix_caching:

@@ -46,6 +46,7 @@ class FakeModel:
     def __init__(self) -> None:
         self.kv: dict[tuple[int, int], int] = {}
         self.windows: dict[int, dict[int, tuple[str, int]]] = defaultdict(dict)
+        self.decoder_windows: dict[int, dict[int, tuple[str, int]]] = defaultdict(dict)
         self.positions: dict[str, list[int]] = defaultdict(list)  # every position run, in order
         self.steps: list[StepInput] = []
         self.script: dict[str, list[int]] = {}  # tokens to answer with in place of next_token's
@@ -69,6 +70,7 @@ class FakeModel:
                 if p >= r.kv_write_start:
                     self.kv[int(r.block_ids[p // BLOCK]), p % BLOCK] = token
                 assert self.read(r, p) == token
+            self.run_decoder(r)
             self.positions[r.request_id] += range(start, end)
             if r.sample is not None:
                 script = self.script.get(r.request_id, [])
@@ -80,6 +82,20 @@ class FakeModel:
                 assert targets is not None and len(targets) == r.num_tokens
                 output.prompt_logprobs[r.request_id] = [logprob(t) for t in targets.tolist() if t >= 0]
         return output
+
+    def run_decoder(self, r) -> None:
+        """The layers after the last KV owner: they see the kept rows, and what windows those left (model.md 5.2)."""
+        start, end = r.num_computed, r.num_computed + r.num_tokens
+        kept = r.num_tokens if r.kept_rows < 0 else r.kept_rows
+        window, low = self.decoder_windows[r.slot], r.window_start
+        if kept < r.num_tokens:
+            assert r.is_prefill and r.prompt_logprobs is None and kept in (0, MODEL.window)
+            low = max(low, end - MODEL.window)
+        assert kept or r.sample is None
+        for p in range(end - kept, end):
+            window[p] = (r.request_id, self.read(r, p))
+            for q in range(max(low, p - MODEL.window + 1), p):
+                assert window[q] == (r.request_id, self.read(r, q)), f"decoder window at {q} is missing"
 
     def read(self, r, position: int) -> int:
         return self.kv[int(r.block_ids[position // BLOCK]), position % BLOCK]
