@@ -99,9 +99,8 @@ class EngineCore:
             )
 
     def _is_token(self, value: Any) -> bool:
-        return (
-            isinstance(value, (int, np.integer)) and not isinstance(value, bool) and 0 <= value < self.model.vocab_size
-        )
+        integer = isinstance(value, (int, np.integer)) and not isinstance(value, bool)
+        return bool(integer and 0 <= value < self.model.vocab_size)
 
     def abort(self, request_id: str) -> None:
         """Ends a request at once; nothing more is heard of it. Unknown ids are ignored."""

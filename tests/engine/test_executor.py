@@ -32,9 +32,11 @@ def model() -> ModelConfig:
 
 
 @contextmanager
-def executor(model: ModelConfig, runner: str = "FakeRunner", pcp: int = 2, timeout: float = 1.0) -> Iterator[Executor]:
+def executor(
+    model: ModelConfig, runner: str = "FakeRunner", pcp: int = 2, timeout: float = 1.0, device: str = "cpu"
+) -> Iterator[Executor]:
     config = EngineConfig(
-        model=str(NARROW), device="cpu", prefill_context_parallel_size=pcp, step_timeout=timeout, max_num_seqs=4
+        model=str(NARROW), device=device, prefill_context_parallel_size=pcp, step_timeout=timeout, max_num_seqs=4
     )
     made = Executor(config, model, f"{FAKES}:{runner}", f"{FAKES}:rank_as_mesh", start_timeout=60)
     try:
@@ -84,6 +86,12 @@ def test_a_message_larger_than_a_pipe_holds_arrives(model: ModelConfig) -> None:
 def test_the_cores_are_shared_out_among_the_ranks(model: ModelConfig) -> None:
     with executor(model) as ex:
         assert max(ex.call_all("threads")) <= max(1, len(os.sched_getaffinity(0)) // 2)
+
+
+def test_workers_for_cuda_are_spawned_and_behave_alike(model: ModelConfig) -> None:
+    with executor(model, device="cuda", timeout=30) as ex:  # the fake runner uses no GPU
+        assert ex.execute(step("a", (5, 6))).sampled["a"].token_id == 7
+        check_dead(ex, ex.pids, 3.0, f"rank 1 (pid {ex.pids[1]})", "SIGKILL", request="kill:1")
 
 
 def test_a_second_engine_starts_at_once(model: ModelConfig) -> None:
@@ -193,15 +201,15 @@ from paraflash.config.model import load_config
 from paraflash.engine.executor import Executor
 
 def main():
-    config = EngineConfig(model={model!r}, device="cpu", prefill_context_parallel_size=2, step_timeout=5.0)
+    config = EngineConfig(model={model!r}, device={device!r}, prefill_context_parallel_size=2, step_timeout=5.0)
     ex = Executor(config, load_config({model!r}), "fake_runners:FakeRunner", "fake_runners:rank_as_mesh")
     print(*ex.pids, flush=True)
     return ex
 """
 
 
-def run_script(tmp_path: Path, body: str, stdin: bool = False) -> subprocess.Popen[str]:
-    text = SCRIPT.format(here=str(HERE), model=str(NARROW)) + textwrap.dedent(body)
+def run_script(tmp_path: Path, body: str, stdin: bool = False, device: str = "cpu") -> subprocess.Popen[str]:
+    text = SCRIPT.format(here=str(HERE), model=str(NARROW), device=device) + textwrap.dedent(body)
     path = tmp_path / "script.py"
     path.write_text(text)
     pipe: Any = subprocess.PIPE
@@ -241,11 +249,12 @@ def test_a_script_without_the_guard_is_told_so(tmp_path: Path) -> None:
     assert 'put what creates the LLM under if __name__ == "__main__":' in err.strip().splitlines()[-1]
 
 
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
 @pytest.mark.parametrize("busy", ["time.sleep(100)", "STEP"])
-def test_no_worker_outlives_a_parent_that_is_killed(tmp_path: Path, busy: str) -> None:
+def test_no_worker_outlives_a_parent_that_is_killed(tmp_path: Path, busy: str, device: str) -> None:
     if busy == "STEP":  # the workers are in an endless loop
         busy = "from test_executor import step; ex.execute(step('hang:0'))"
-    process = run_script(tmp_path, f'if __name__ == "__main__":\n    ex = main()\n    {busy}\n')
+    process = run_script(tmp_path, f'if __name__ == "__main__":\n    ex = main()\n    {busy}\n', device=device)
     assert process.stdout is not None
     pids = [int(pid) for pid in process.stdout.readline().split()]
     assert len(pids) == 2 and all(map(alive, pids))
