@@ -26,7 +26,9 @@ def rows(names: tuple[str, ...], info: dict[str, Any]) -> list[tuple[str, str]]:
         out.append(("checkpoint", str(info["model"])))
     if "tensor_parallel_size" in info:
         tp, pcp = info["tensor_parallel_size"], info["prefill_context_parallel_size"]
-        out.append(("topology", f"TP {tp} x PCP {pcp}: {info['world_size']} rank(s) on {info['device']}, {info['dtype']}"))
+        out.append(
+            ("topology", f"TP {tp} x PCP {pcp}: {info['world_size']} rank(s) on {info['device']}, {info['dtype']}")
+        )
     for name in _LIMITS:
         if info.get(name) is not None:
             out.append((name.replace("_", " "), f"{info[name]:,}"))
@@ -36,11 +38,19 @@ def rows(names: tuple[str, ...], info: dict[str, Any]) -> list[tuple[str, str]]:
     switches = [f"{name.replace('_', ' ')} {'on' if info[name] else 'off'}" for name in _SWITCHES if name in info]
     if switches:
         out.append(("cache", ", ".join(switches)))
-    kernels = [f"{name} {info[key]}" for name, key in (("attention", "attention_backend"), ("MoE", "moe_backend")) if key in info]
+    kernels = [
+        f"{name} {info[key]}"
+        for name, key in (("attention", "attention_backend"), ("MoE", "moe_backend"))
+        if key in info
+    ]
     if kernels:
         out.append(("kernels", ", ".join(kernels)))
     for rank, held in enumerate(info.get("ranks", [])):
-        sizes = [f"{key.removesuffix('_bytes').replace('_', ' ')} {_bytes(v)}" for key, v in held.items() if key.endswith("_bytes")]
+        sizes = [
+            f"{key.removesuffix('_bytes').replace('_', ' ')} {_bytes(v)}"
+            for key, v in held.items()
+            if key.endswith("_bytes")
+        ]
         out.append((f"rank {rank} holds", ", ".join(sizes)))
     return out
 

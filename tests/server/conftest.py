@@ -34,7 +34,11 @@ class RunningServer:
         else:
             command = [sys.executable, str(HERE / "serve_scripted.py"), factory]
         self.process = subprocess.Popen(
-            [*command, *arguments, "--port", "0"], stderr=subprocess.STDOUT, stdout=subprocess.PIPE, text=True, env=environment
+            [*command, *arguments, "--port", "0"],
+            stderr=subprocess.STDOUT,
+            stdout=subprocess.PIPE,
+            text=True,
+            env=environment,
         )
         self.lines: list[str] = []
         self._reader = threading.Thread(target=self._read, daemon=True)

@@ -1,17 +1,15 @@
 """`paraflash serve` with another engine core: python serve_scripted.py package.module:Core MODEL [flags]."""
 
 import argparse
-import asyncio
-import logging
+import functools
 import sys
 
-from paraflash.engine.flags import engine_config
-from paraflash.server.cli import add_arguments, api_keys
-from paraflash.server.serve import serve
+from paraflash.server import serve
+from paraflash.server.cli import add_arguments, run
 
 if __name__ == "__main__":
     parser = argparse.ArgumentParser()
     add_arguments(parser)
     args = parser.parse_args(sys.argv[2:])
-    logging.basicConfig(level="INFO", format="%(levelname)s %(name)s: %(message)s")
-    sys.exit(asyncio.run(serve(args, engine_config(args), api_keys(args), factory=sys.argv[1])))
+    serve.serve = functools.partial(serve.serve, factory=sys.argv[1])  # type: ignore[assignment]
+    sys.exit(run(args))

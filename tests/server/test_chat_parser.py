@@ -13,11 +13,15 @@ from paraflash.server.protocol import ChatRequest
 from paraflash.server.tokens import TextTokenizer
 
 TOOLS = [
-    {"type": "function", "function": {"name": "f", "parameters": {"type": "object", "properties": {"a": {"type": "string"}}}}},
+    {
+        "type": "function",
+        "function": {"name": "f", "parameters": {"type": "object", "properties": {"a": {"type": "string"}}}},
+    },
     {"type": "function", "function": {"name": "g"}},
 ]
 BLOCK = (
-    '<｜DSML｜ calls>\n<｜DSML｜ invoke name="f">\n<｜DSML｜ parameter name="a" string="true">x 2>&1</｜DSML｜ parameter>\n'
+    '<｜DSML｜ calls>\n<｜DSML｜ invoke name="f">\n'
+    '<｜DSML｜ parameter name="a" string="true">x 2>&1</｜DSML｜ parameter>\n'
     '<｜DSML｜ parameter name="b" string="false">{"k": [1,2]}</｜DSML｜ parameter>\n</｜DSML｜ invoke>\n'
     '<｜DSML｜ invoke name="g">\n\n</｜DSML｜ invoke>\n</｜DSML｜ calls>'
 )
@@ -34,7 +38,9 @@ def prepare(codec: ChatCodec, **fields: Any) -> Prepared:
     return asyncio.run(codec.prepare(ChatRequest.model_validate(body)))
 
 
-def parse(prepared: Prepared, pieces: list[str], reason: str = "stop", **options: Any) -> tuple[str, str, dict[int, list[str]], str]:
+def parse(
+    prepared: Prepared, pieces: list[str], reason: str = "stop", **options: Any
+) -> tuple[str, str, dict[int, list[str]], str]:
     """(reasoning, content, calls as [name, arguments], finish reason) of an answer that comes in pieces."""
     parser = ChatParser(prepared, **options)
     deltas = [delta for piece in pieces for delta in parser.feed(piece)]
@@ -56,7 +62,10 @@ def parse(prepared: Prepared, pieces: list[str], reason: str = "stop", **options
 def test_reasoning_content_and_calls_are_told_apart(codec: ChatCodec) -> None:
     reasoning, content, calls, finish = parse(prepare(codec, tools=TOOLS), [ANSWER])
     assert (reasoning, content, finish) == ("I think", "Sure.", "tool_calls")
-    assert [(name, json.loads(text)) for name, text in calls.values()] == [("f", {"a": "x 2>&1", "b": {"k": [1, 2]}}), ("g", {})]
+    assert [(name, json.loads(text)) for name, text in calls.values()] == [
+        ("f", {"a": "x 2>&1", "b": {"k": [1, 2]}}),
+        ("g", {}),
+    ]
 
 
 @pytest.mark.parametrize("step", [1, 2, 3, 7])

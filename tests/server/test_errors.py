@@ -9,7 +9,9 @@ from conftest import RunningServer
 
 CHAT = {"messages": [{"role": "user", "content": "SAY<<</think>ok>>END"}], "max_tokens": 20}
 TEXT = {"prompt": "SAY<<ok>>END"}
-LONG = b'{"prompt": "a", "messages": [], "tokens": [], "max_tokens": ' + b"9" * 5000 + b"}"  # digits beyond Python's limit
+LONG = (
+    b'{"prompt": "a", "messages": [], "tokens": [], "max_tokens": ' + b"9" * 5000 + b"}"
+)  # digits beyond Python's limit
 
 
 def post(server: RunningServer, path: str, body: Any, **options: Any) -> httpx.Response:
@@ -104,7 +106,11 @@ def test_a_bad_field_is_named(scripted: RunningServer, route: str, field: str, v
         ("chat/completions", {"messages": [{"role": "boss", "content": "x"}]}, "messages"),
         ("chat/completions", {"messages": [{"content": "x"}]}, "messages.0.role"),
         ("chat/completions", {"messages": [{"role": "user"}]}, "messages.0.content"),
-        ("chat/completions", {"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, "messages.0.content"),
+        (
+            "chat/completions",
+            {"messages": [{"role": "user", "content": [{"type": "image_url"}]}]},
+            "messages.0.content",
+        ),
         ("chat/completions", {"messages": [{"role": "user", "content": "a<｜image｜>"}]}, "messages.0.content"),
         ("chat/completions", {"messages": [{"role": "tool", "content": "x", "tool_call_id": "1"}]}, "messages"),
         ("chat/completions", {"tool_choice": "required"}, "tool_choice"),
@@ -113,7 +119,9 @@ def test_a_bad_field_is_named(scripted: RunningServer, route: str, field: str, v
         ("chat/completions", {"response_format": {"type": "yaml"}}, "response_format.type"),
     ],
 )
-def test_a_bad_field_of_one_route_is_named(scripted: RunningServer, route: str, extra: dict[str, Any], param: str) -> None:
+def test_a_bad_field_of_one_route_is_named(
+    scripted: RunningServer, route: str, extra: dict[str, Any], param: str
+) -> None:
     base = TEXT if route == "completions" else CHAT
     check(post(scripted, f"/v1/{route}", {**base, **extra}), 400, param)
 
@@ -132,7 +140,9 @@ def test_a_deep_schema_is_refused(scripted: RunningServer) -> None:
     check(post(scripted, "/v1/chat/completions", {**CHAT, "tools": tools}), 400, "tools")
 
 
-@pytest.mark.parametrize("data", [b"", b"{", b"[1]", b'"x"', b"null", b"[" * 100_000, b'{"prompt": "\xff"}', b'{"prompt": "\\ud800"}', LONG])
+@pytest.mark.parametrize(
+    "data", [b"", b"{", b"[1]", b'"x"', b"null", b"[" * 100_000, b'{"prompt": "\xff"}', b'{"prompt": "\\ud800"}', LONG]
+)
 @pytest.mark.parametrize("path", ["/v1/completions", "/v1/chat/completions", "/tokenize", "/detokenize"])
 def test_a_body_that_is_no_request_gives_400(scripted: RunningServer, path: str, data: bytes) -> None:
     response = post(scripted, path, data)
@@ -173,9 +183,23 @@ def test_unknown_fields_are_ignored_and_logged_once(scripted: RunningServer) -> 
 
 
 def test_null_means_not_given(scripted: RunningServer) -> None:
-    fields = ["temperature", "top_p", "n", "stop", "seed", "logprobs", "stream", "stream_options", "max_tokens", "logit_bias"]
+    fields = [
+        "temperature",
+        "top_p",
+        "n",
+        "stop",
+        "seed",
+        "logprobs",
+        "stream",
+        "stream_options",
+        "max_tokens",
+        "logit_bias",
+    ]
     assert post(scripted, "/v1/completions", {**TEXT, **dict.fromkeys(fields)}).status_code == 200
-    assert post(scripted, "/v1/chat/completions", {**CHAT, **dict.fromkeys([*fields, "tools", "tool_choice"])}).status_code == 200
+    assert (
+        post(scripted, "/v1/chat/completions", {**CHAT, **dict.fromkeys([*fields, "tools", "tool_choice"])}).status_code
+        == 200
+    )
 
 
 def test_a_body_past_the_limit_gives_413(start: Any) -> None:
@@ -183,14 +207,21 @@ def test_a_body_past_the_limit_gives_413(start: Any) -> None:
     body = json.dumps({"prompt": "x" * 2000}).encode()
     check(post(server, "/v1/completions", body), 413, None)
     chunks = [body[:900], body[900:]]  # no Content-Length
-    response = httpx.post(server.url + "/v1/completions", content=iter(chunks), headers={"Content-Type": "application/json"})
+    response = httpx.post(
+        server.url + "/v1/completions", content=iter(chunks), headers={"Content-Type": "application/json"}
+    )
     check(response, 413, None)
     assert post(server, "/v1/completions", {"prompt": "SAY<<ok>>END"}).status_code == 200
 
 
 def test_with_a_key_only_its_holders_are_served(start: Any) -> None:
     server = start("--api-key", "first", "sécret")
-    for headers in ({}, {"Authorization": "Bearer wrong"}, {"Authorization": "first"}, {"Authorization": "Basic first"}):
+    for headers in (
+        {},
+        {"Authorization": "Bearer wrong"},
+        {"Authorization": "first"},
+        {"Authorization": "Basic first"},
+    ):
         for path in ("/v1/completions", "/v1/models", "/tokenize"):
             response = httpx.request("GET" if path == "/v1/models" else "POST", server.url + path, headers=headers)
             assert (response.status_code, response.json()) == (401, {"error": "Unauthorized"})
