@@ -112,11 +112,13 @@ class ServerProcess:
         """Ends the server and whatever it started: SIGTERM, then SIGKILL to the whole process group."""
         if self._process is None:
             return
-        if self._process.poll() is None:
-            self._signal(signal.SIGTERM)
-            with contextlib.suppress(subprocess.TimeoutExpired):
-                self._process.wait(_STOP_SECONDS)
-        self._signal(signal.SIGKILL)  # also what a dead leader left behind
+        try:
+            if self._process.poll() is None:
+                self._signal(signal.SIGTERM)
+                with contextlib.suppress(subprocess.TimeoutExpired):
+                    self._process.wait(_STOP_SECONDS)
+        finally:  # also after a second interrupt, and for what a dead leader left behind
+            self._signal(signal.SIGKILL)
         self._process.wait()
         self._process = None
 

@@ -183,14 +183,15 @@ def main() -> None:
     parser.add_argument("--port", type=int, required=True)
     parser.add_argument("--tp", type=int, default=1)
     parser.add_argument("--pcp", type=int, default=1)
-    parser.add_argument("--die-on-pcp", type=int, help="with this --pcp, kill yourself at --die-at")
-    parser.add_argument("--die-at", type=int, default=1)
+    parser.add_argument("--die-at", type=int, help="without PCP, kill yourself at this request")
+    parser.add_argument("--while-there-is", help="... as long as this file exists")
     parser.add_argument("--refuse-pcp", type=int, help="with this --pcp, do not start")
     args = parser.parse_args()
     print(f"fake server tp={args.tp} pcp={args.pcp}", flush=True)
     if args.pcp == args.refuse_pcp:
         raise SystemExit("prefill_context_parallel_size is refused here")
-    script = Script(ttft=0.02 / args.pcp, die_at=args.die_at if args.pcp == args.die_on_pcp else None)
+    dies = args.die_at is not None and args.pcp == 1 and os.path.exists(args.while_there_is)
+    script = Script(ttft=0.02 / args.pcp, die_at=args.die_at if dies else None)
     uvicorn.run(make_app(script), host="127.0.0.1", port=args.port, log_level="warning")
 
 
