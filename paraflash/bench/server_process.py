@@ -1,4 +1,8 @@
-"""A server started for a measurement: in a process group of its own, its output in a log file, and gone at the end."""
+"""A server started for a measurement: its output in a log file, and gone at the end with all that it started.
+
+The server has a process group of its own. Parts of it may have left that group (an engine in its own session) and may
+have lost their parent, so every process of the server is also known by a mark in its environment.
+"""
 
 from __future__ import annotations
 
@@ -10,6 +14,7 @@ import signal
 import socket
 import subprocess
 import time
+import uuid
 from collections.abc import Coroutine
 from pathlib import Path
 from typing import Any, TypeVar
@@ -19,6 +24,7 @@ import httpx
 from paraflash.bench import client as http
 
 T = TypeVar("T")
+_MARK = "PARAFLASH_BENCH_SERVER"
 _STOP_SECONDS = 20.0  # for the server to end by itself before it is killed
 
 
@@ -37,6 +43,7 @@ class ServerProcess:
         self.command, self.log, self.base_url = command, log, base_url
         self._process: subprocess.Popen[bytes] | None = None
         self._log_start = 0
+        self._mark = f"{_MARK}={uuid.uuid4().hex}"
 
     def start(self) -> None:
         """Starts the command. Raises ServerLost if there is no such program."""
@@ -45,9 +52,15 @@ class ServerProcess:
             log.write(f"\n$ {shlex.join(self.command)}\n".encode())
             log.flush()
             self._log_start = log.tell()
+            name, value = self._mark.split("=")
             try:
                 self._process = subprocess.Popen(
-                    self.command, stdin=subprocess.DEVNULL, stdout=log, stderr=log, start_new_session=True
+                    self.command,
+                    stdin=subprocess.DEVNULL,
+                    stdout=log,
+                    stderr=log,
+                    start_new_session=True,
+                    env={**os.environ, name: value},
                 )
             except OSError as problem:
                 raise ServerLost(f"cannot start {self.command[0]!r}: {problem.strerror}") from None
@@ -109,7 +122,7 @@ class ServerProcess:
             await asyncio.sleep(0.2)
 
     def stop(self) -> None:
-        """Ends the server and whatever it started: SIGTERM, then SIGKILL to the whole process group."""
+        """Ends the server and whatever it started: SIGTERM, then SIGKILL to its group and to all that bear its mark."""
         if self._process is None:
             return
         try:
@@ -119,8 +132,20 @@ class ServerProcess:
                     self._process.wait(_STOP_SECONDS)
         finally:  # also after a second interrupt, and for what a dead leader left behind
             self._signal(signal.SIGKILL)
+            for pid in self._marked():
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(pid, signal.SIGKILL)
         self._process.wait()
         self._process = None
+
+    def _marked(self) -> list[int]:
+        """Processes that inherited this server's mark (Linux; elsewhere none are found)."""
+        found = []
+        for entry in Path("/proc").glob("[0-9]*/environ"):
+            with contextlib.suppress(OSError):  # it has ended, or is another user's
+                if self._mark.encode() in entry.read_bytes().split(b"\0"):
+                    found.append(int(entry.parent.name))
+        return found
 
     def _signal(self, number: int) -> None:
         assert self._process is not None

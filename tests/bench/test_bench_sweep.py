@@ -159,8 +159,9 @@ def test_an_interrupted_sweep_stops_its_server_and_still_reports(tmp_path):
     assert left_over(tmp_path) == []
 
 
-def test_stop_ends_children_that_outlive_their_leader(tmp_path):
-    sleeper = "[sys.executable, '-c', 'import time; time.sleep(60)']"
+@pytest.mark.parametrize("own_session", [False, True])
+def test_stop_ends_children_that_outlive_their_leader(tmp_path, own_session):
+    sleeper = f"[sys.executable, '-c', 'import time; time.sleep(60)'], start_new_session={own_session}"
     code = f"import subprocess, sys, os; print(subprocess.Popen({sleeper}).pid, flush=True); os._exit(3)"
     server = ServerProcess([sys.executable, "-c", code], tmp_path / "x.log", "http://127.0.0.1:1")
     server.start()
