@@ -95,8 +95,8 @@ class Executor:
                     rank, config, model, self._folder, runner_factory, mesh_factory, logger.getEffectiveLevel()
                 )
                 self._workers.append(_start_worker(context, spec, self._progress))
-            self._collect(start_timeout, "start")  # "hello": the process runs
-            self._collect(start_timeout, "load")
+            self._collect(start_timeout, "start-up")  # "hello": the process runs
+            self._collect(start_timeout, "start-up")  # the model is loaded
         except BaseException as error:
             if self._dead is None:
                 self._end(EngineDeadError(f"the engine did not start: {error!r}"))
@@ -194,7 +194,7 @@ class Executor:
         first = failed[0]
         others = "".join(f", {w.describe()}" for w in failed[1:])
         error = EngineDeadError(f"{first.describe()} failed {when}{others and ' as did' + others[1:]}:\n{first.error}")
-        if when in ("during start", "during load") and isinstance(first.exception, (ValueError, OSError, MemoryError)):
+        if when == "during start-up" and isinstance(first.exception, (ValueError, OSError, MemoryError)):
             self._end(error)
             raise first.exception from error  # a wrong setting or checkpoint: its own sentence says it best
         return error
@@ -296,10 +296,10 @@ def _receive(w: _Worker) -> None:
 
 
 def _settle(workers: list[_Worker]) -> None:
-    """Hears for a moment what else goes wrong."""
+    """Hears for a moment what else goes wrong; a rank that has answered may have failed since."""
     deadline = time.monotonic() + _SETTLE
     while (left := deadline - time.monotonic()) > 0:
-        pipes = {w.pipe: w for w in workers if w.open and w.error is None and not w.answers}
+        pipes = {w.pipe: w for w in workers if w.open and w.error is None}
         if not pipes:
             return
         for pipe in wait(list(pipes), left):

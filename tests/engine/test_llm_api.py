@@ -209,7 +209,7 @@ def test_a_killed_worker_fails_generate_and_every_later_one(llm: LLM) -> None:
     start = time.monotonic()
     with pytest.raises(EngineDeadError, match="SIGKILL"):
         llm.generate([[5]], greedy(), use_tqdm=False)
-    assert time.monotonic() - start < 1
+    assert time.monotonic() - start < 2
 
 
 def test_caches_that_differ_between_context_parallel_ranks_are_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
