@@ -54,11 +54,17 @@ class _Batches(Dataset):
         return {name: torch.from_numpy(value) for name, value in out.items()}
 
 
-def batches(config: ModelConfig, mapping: NDArray, shapes: Many[Shape], seed: int, workers: int, pin: bool) -> Any:
-    """An iterator over one batch a shape, in order whatever the number of workers."""
+def batches(
+    config: ModelConfig, mapping: NDArray, shapes: Many[Shape], seed: int, workers: int, pin: bool, begin: int = 0
+) -> Any:
+    """An iterator over one batch a shape, from number `begin` on, in order whatever the number of workers."""
     source = _Batches(config, mapping, shapes, seed)
     more: dict[str, Any] = {"prefetch_factor": 6, "multiprocessing_context": "fork"} if workers else {}
-    return iter(DataLoader(source, batch_size=None, num_workers=workers, pin_memory=pin, **more))
+    return iter(
+        DataLoader(
+            source, batch_size=None, sampler=range(begin, len(shapes)), num_workers=workers, pin_memory=pin, **more
+        )
+    )
 
 
 def problem_batches(config: ModelConfig, mapping: NDArray, turns: Many[Turn], tokens: int) -> list[dict[str, Any]]:

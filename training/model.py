@@ -22,6 +22,9 @@ from training.streams import collapse, expand
 from training.weights import stored_as, initial, parameter_shapes, rows_of
 
 
+Turns = tuple[Tensor, Tensor]  # cos and sin [positions, rope / 2]
+
+
 @dataclass(frozen=True)
 class Mode:
     """How one forward runs. All off and fp32: mode R0 of model.md with every visible entry attended."""
@@ -61,12 +64,24 @@ def rms(x: Tensor, w: Tensor, eps: float) -> Tensor:
     return F.rms_norm(x.float(), (x.shape[-1],), w, eps)
 
 
-def rotate(x: Tensor, turn: Tensor) -> Tensor:
-    """Interleaved RoPE on the last channels; x [B, T, .., D], turn complex [T, rope/2] (model.md 3.4)."""
-    width = 2 * turn.shape[-1]
-    turn = turn.view(1, turn.shape[0], *([1] * (x.dim() - 3)), turn.shape[1])
-    tail = torch.view_as_complex(x[..., -width:].float().unflatten(-1, (width // 2, 2)))
-    return torch.cat([x[..., :-width], torch.view_as_real(tail * turn).flatten(-2).to(x.dtype)], -1)
+def fused(x: Tensor) -> bool:
+    """Whether to use the kernels of fused.py, which need a GPU."""
+    return x.is_cuda
+
+
+def rotate(x: Tensor, turn: Turns, sign: float = 1.0) -> Tensor:
+    """Interleaved RoPE on the last channels; x [B, T, .., D], turn (cos, sin) [T, rope/2] each (model.md 3.4)."""
+    cos, sin = turn
+    if fused(x):
+        from training.fused import Turn
+
+        return Turn.apply(x, cos, sin, sign)
+    width = 2 * cos.shape[-1]
+    shape = (1, len(cos), *([1] * (x.dim() - 3)), width // 2)
+    cos, sin = cos.view(shape), sin.view(shape) * sign
+    a, b = x[..., -width:].float().unflatten(-1, (width // 2, 2)).unbind(-1)
+    tail = torch.stack([a * cos - b * sin, a * sin + b * cos], -1).flatten(-2)
+    return torch.cat([x[..., :-width], tail.to(x.dtype)], -1)
 
 
 class Miniature(nn.Module):
@@ -104,10 +119,7 @@ class Miniature(nn.Module):
         w = self._weights(mode)
         extras, shared = Extras(), _Shared()
         position = torch.arange(ids.shape[1], device=ids.device)
-        turns = {
-            0: torch.polar(*_polar(position, self.window_frequencies)),
-            1: torch.polar(*_polar(position, self.compress_frequencies)),
-        }
+        turns = [_turns(position, self.window_frequencies), _turns(position, self.compress_frequencies)]
         x = F.embedding(ids, w["embed"]).float()
         streams = x[:, :, None].expand(-1, -1, c.hc_mult, -1)
         pre = (torch.arange(c.hc_mult, device=ids.device) == 0).float().expand(*ids.shape, -1)
@@ -167,16 +179,22 @@ class Miniature(nn.Module):
         gate = gate / (gate.sum(-1, keepdim=True) + 1e-20) * c.routed_scaling_factor
         dtype = w["ffn.w1"][at].dtype
         x = h.to(dtype)
-        experts = self._glu(x, w["ffn.w1"][at].flatten(0, 1), w["ffn.w3"][at].flatten(0, 1)).unflatten(
-            -1, (c.num_experts, -1)
-        )
-        routed = (experts * gate[..., None].to(dtype)).flatten(-2) @ w["ffn.w2"][at].transpose(1, 2).flatten(0, 1)
-        shared = self._glu(x, w["ffn.shared_w1"][at], w["ffn.shared_w3"][at]) @ w["ffn.shared_w2"][at].T
+        experts = self._glu(x, w["ffn.w1"][at].flatten(0, 1), w["ffn.w3"][at].flatten(0, 1), gate)
+        routed = experts @ w["ffn.w2"][at].transpose(1, 2).flatten(0, 1)
+        one = torch.ones_like(gate[..., :1])
+        shared = self._glu(x, w["ffn.shared_w1"][at], w["ffn.shared_w3"][at], one) @ w["ffn.shared_w2"][at].T
         return routed.float() + shared.float()
 
-    def _glu(self, x: Tensor, w1: Tensor, w3: Tensor) -> Tensor:
+    def _glu(self, x: Tensor, w1: Tensor, w3: Tensor, gate: Tensor) -> Tensor:
+        """Gated units of E experts side by side: w1, w3 [E * I, hidden], gate fp32 [B, T, E] -> [B, T, E * I]."""
         limit = self.config.swiglu_limit
-        return F.silu((x @ w1.T).clamp(max=limit)) * (x @ w3.T).clamp(-limit, limit)
+        up = (gate.shape[-1], len(w1) // gate.shape[-1])
+        g, u = (x @ w1.T).unflatten(-1, up), (x @ w3.T).unflatten(-1, up)
+        if fused(x):
+            from training.fused import Gated
+
+            return Gated.apply(g, u, gate, limit).flatten(-2)
+        return (F.silu(g.clamp(max=limit)) * u.clamp(-limit, limit) * gate[..., None].to(g.dtype)).flatten(-2)
 
     def _attention(
         self,
@@ -184,7 +202,7 @@ class Miniature(nn.Module):
         layer: LayerSpec,
         h: Tensor,
         shared: _Shared,
-        turn: Tensor,
+        turn: Turns,
         mode: Mode,
         routes: Tensor | None,
         extras: Extras,
@@ -210,14 +228,14 @@ class Miniature(nn.Module):
             )
             if mode.hard_routes and routes is not None:
                 allowed = allowed & _may_read(self.config, layer, routes)[..., None]
-        out, mass = attend(q, kv, shared.latents if layer.ratio else None, allowed, w["attn.sink"][at], c.window)
-        if mode.losses and mass is not None and routes is not None:
-            self._note_attention(layer, mass, routes, shared, extras)
-        out = rotate(out, turn.conj()).unflatten(2, (c.o_groups, -1)).flatten(3)
+        out, far = attend(q, kv, shared.latents if layer.ratio else None, allowed, w["attn.sink"][at], c.window)
+        if mode.losses and far is not None and routes is not None:
+            self._note_attention(layer, *far, routes, shared, extras)
+        out = rotate(out, turn, -1.0).unflatten(2, (c.o_groups, -1)).flatten(3)
         z = torch.einsum("btgi,goi->btgo", out, w["attn.wo_a"][at].unflatten(0, (c.o_groups, -1)))
         return (z.flatten(2) @ w["attn.wo_b"][at].T).float()
 
-    def _compress(self, w: dict, layer: LayerSpec, h: Tensor, shared: _Shared, turn: Tensor, mode: Mode) -> None:
+    def _compress(self, w: dict, layer: LayerSpec, h: Tensor, shared: _Shared, turn: Turns, mode: Mode) -> None:
         """Sets the shared latents and index keys (model.md 3.7, 3.8)."""
         c, r = self.config, layer.ratio
         owner = [o.index for o in c.kv_owners].index(layer.index)
@@ -230,7 +248,7 @@ class Miniature(nn.Module):
             a = g[:, : 2 * n].unflatten(1, (n, 2)).softmax(2)
             k = (a * k[:, : 2 * n].unflatten(1, (n, 2))).sum(2)
         latent = rms(k, w["compressor.norm"][owner], c.rms_eps)
-        at_first = turn[: n * r : r]
+        at_first = (turn[0][: n * r : r].contiguous(), turn[1][: n * r : r].contiguous())
         key = rms(latent.detach().to(mode.dtype) @ w["indexer.wk"][owner].T, w["indexer.k_norm"][owner], c.rms_eps)
         key, latent = rotate(key, at_first), rotate(latent, at_first)
         if mode.round_cache:
@@ -238,7 +256,7 @@ class Miniature(nn.Module):
         shared.keys, shared.latents = key, latent.to(mode.dtype)
 
     def _index(
-        self, w: dict, layer: LayerSpec, h: Tensor, qr: Tensor, shared: _Shared, turn: Tensor, mode: Mode
+        self, w: dict, layer: LayerSpec, h: Tensor, qr: Tensor, shared: _Shared, turn: Turns, mode: Mode
     ) -> None:
         """Scores all entries and, in sparse mode, chooses (model.md 3.9). The indexer learns from its own loss only."""
         c = self.config
@@ -250,9 +268,14 @@ class Miniature(nn.Module):
             c.index_head_dim * c.index_heads
         ) ** -0.5
         dots = q.flatten(1, 2) @ shared.keys.transpose(1, 2)  # [B, T * heads, n]
-        score = (dots.relu().unflatten(1, (-1, c.index_heads)) * weight[..., None]).sum(2)
         visible = self._visible(h.shape[1], layer.ratio, h.device)[None]
-        score = score.masked_fill(~visible, -math.inf)
+        if fused(dots):
+            from training.fused import Scores
+
+            score = Scores.apply(dots, weight, layer.ratio)
+        else:
+            score = (dots.relu().unflatten(1, (-1, c.index_heads)) * weight[..., None]).sum(2)
+            score = score.masked_fill(~visible, -math.inf)
         shared.scores[layer.index] = score
         shared.selected = None
         if not mode.sparse or not score.shape[-1]:
@@ -290,11 +313,13 @@ class Miniature(nn.Module):
         position = torch.arange(length, device=device)
         return torch.arange(length // ratio, device=device) < ((position + 1) // ratio)[:, None]
 
-    def _note_attention(self, layer: LayerSpec, mass: Tensor, routes: Tensor, shared: _Shared, extras: Extras) -> None:
-        """Adds a layer's head-averaged compressed attention [B, T, n] to its indexers' targets and to the route penalty."""
+    def _note_attention(
+        self, layer: LayerSpec, far: Tensor, mass: Tensor, routes: Tensor, shared: _Shared, extras: Extras
+    ) -> None:
+        """Adds compressed attention far [B, T, H, n] to the indexers' targets, its mass [B, T, H] to the route penalty."""
         wrong = ~_may_read(self.config, layer, routes)
-        extras.route_loss.append((mass.sum(-1) * wrong).sum() / (wrong.sum() + 1.0))
-        found = mass.detach()
+        extras.route_loss.append((mass.mean(-1) * wrong).sum() / (wrong.sum() + 1.0))
+        found = far.detach().mean(2, dtype=torch.float32)
         sources = [layer.index_owner]
         spec = self.config.layers[layer.index_owner]
         if spec.applies_candidates:  # the blocks its source publishes must hold what this layer reads
@@ -314,9 +339,9 @@ class Miniature(nn.Module):
             extras.index_loss.append(-((share * predicted).sum(-1) * weight).sum() / (weight.sum() + 1e-6))
 
 
-def _polar(position: Tensor, frequency: Tensor) -> tuple[Tensor, Tensor]:
+def _turns(position: Tensor, frequency: Tensor) -> Turns:
     angle = position.float()[:, None] * frequency
-    return torch.ones_like(angle), angle
+    return angle.cos(), angle.sin()
 
 
 def _may_read(config: ModelConfig, layer: LayerSpec, routes: Tensor) -> Tensor:
@@ -329,32 +354,48 @@ def _may_read(config: ModelConfig, layer: LayerSpec, routes: Tensor) -> Tensor:
 
 def attend(
     q: Tensor, kv: Tensor, latents: Tensor | None, allowed: Tensor | None, sink: Tensor, window: int
-) -> tuple[Tensor, Tensor | None]:
+) -> tuple[Tensor, tuple[Tensor, Tensor] | None]:
     """One shared-latent attention: scaled q [B, T, H, D], kv [B, T, D], latents [B, n, D], allowed [B|1, T, n].
 
     Window scores are computed in blocks of `window` queries against two blocks of keys. Returns the output
-    [B, T, H, D] and the head-averaged attention on latents [B, T, n].
+    [B, T, H, D] and, where latents are read, their attention [B, T, H, n] and its sum over them [B, T, H].
     """
     b, t, heads, dim = q.shape
     blocks = -(-t // window)
     pad = blocks * window - t
-    qb = F.pad(q, (0, 0, 0, 0, 0, pad)).reshape(b * blocks, window * heads, dim)
-    own = F.pad(kv, (0, 0, 0, pad)).reshape(b, blocks, window, dim)
-    keys = torch.cat([F.pad(own, (0, 0, 0, 0, 1, 0))[:, :-1], own], 2).reshape(b * blocks, 2 * window, dim)
-    near = (qb @ keys.transpose(1, 2)).view(b, blocks, window, heads, 2 * window)
-    i = torch.arange(window, device=q.device)[:, None]
-    j = torch.arange(2 * window, device=q.device) - window
-    shut = (j > i) | (j <= i - window) | ((j < 0) & (torch.arange(blocks, device=q.device) == 0)[:, None, None])
-    near = near.masked_fill(shut[None, :, :, None], -math.inf).view(b, blocks * window, heads, 2 * window)[:, :t]
-    parts = [near, sink.to(q.dtype).view(1, 1, heads, 1).expand(b, t, heads, 1)]
-    if latents is not None and latents.shape[1]:
+    qb = (F.pad(q, (0, 0, 0, 0, 0, pad)) if pad else q).reshape(b * blocks, window * heads, dim)
+    own = (F.pad(kv, (0, 0, 0, pad)) if pad else kv).reshape(b, blocks, window, dim)
+    keys = torch.cat([F.pad(own[:, :-1], (0, 0, 0, 0, 1, 0)), own], 2).reshape(b * blocks, 2 * window, dim)
+    near = (qb @ keys.transpose(1, 2)).view(b, blocks * window, heads, 2 * window)
+    if latents is not None and not latents.shape[1]:
+        latents = None
+    far = None
+    if latents is not None:
         far = (q.reshape(b, t * heads, dim) @ latents.transpose(1, 2)).view(b, t, heads, -1)
-        parts.append(far.masked_fill(~allowed[:, :, None], -math.inf))
-    p = torch.cat(parts, -1).softmax(-1)
-    pb = F.pad(p[..., : 2 * window], (0, 0, 0, 0, 0, pad)).reshape(b * blocks, window * heads, 2 * window)
-    out = (pb @ keys).view(b, blocks * window, heads, dim)[:, :t]
-    if len(parts) == 2:
+    if fused(q) and not pad:
+        from training.fused import Softmax
+
+        near, far, mass = Softmax.apply(near, far, allowed, sink)
+    else:
+        near, far, mass = softmax(near, far, allowed, sink)
+    out = (near.view(b * blocks, window * heads, 2 * window) @ keys).view(b, blocks * window, heads, dim)[:, :t]
+    if latents is None:
         return out, None
-    far = p[..., 2 * window + 1 :]
-    out = out + (far.reshape(b, t * heads, -1) @ latents).view(b, t, heads, dim)
-    return out, far.mean(2, dtype=torch.float32)
+    return out + (far.view(b, t * heads, -1) @ latents).view(b, t, heads, dim), (far, mass)
+
+
+def softmax(near: Tensor, far: Tensor | None, allowed: Tensor | None, sink: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Joint softmax of window scores [B, padded T, H, 2W], far scores [B, T, H, n] and the sinks."""
+    b, padded, heads, width = near.shape
+    window, blocks = width // 2, 2 * padded // width
+    i = torch.arange(window, device=near.device)[:, None]
+    j = torch.arange(width, device=near.device) - window
+    shut = (j > i) | (j <= i - window) | ((j < 0) & (torch.arange(blocks, device=near.device) == 0)[:, None, None])
+    near = near.masked_fill(shut.view(1, padded, 1, width), -math.inf)
+    parts = [near, sink.to(near.dtype).view(1, 1, heads, 1).expand(b, padded, heads, 1)]
+    if far is not None:
+        open_far = F.pad(far.masked_fill(~allowed[:, :, None], -math.inf), (0, 0, 0, 0, 0, padded - far.shape[1]))
+        parts.append(open_far)
+    p = torch.cat(parts, -1).softmax(-1)
+    far = p[:, : far.shape[1] if far is not None else 0, :, width + 1 :].contiguous()
+    return p[..., :width].contiguous(), far, far.sum(-1, dtype=torch.float32)

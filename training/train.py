@@ -52,11 +52,9 @@ def schedule(step: int, steps: int, small: bool, dtype: torch.dtype) -> Key:
     return shape, replace(mode, dense_rows=shape.batch // 4 if mode.sparse else 0)
 
 
-def learning_rate(step: int, steps: int, resumed: bool) -> float:
+def learning_rate(step: int, steps: int) -> float:
     """Warm-up, plateau, then linear decay over the last half."""
-    done = step / steps
-    start = min(1.0, (step + 1) / 100) if not resumed else min(1.0, (step % steps + 1) / 100)
-    return start * min(1.0, max(0.02, (1 - done) / 0.5))
+    return min(1.0, (step + 1) / 100) * min(1.0, max(0.02, (1 - step / steps) / 0.5))
 
 
 def parameter_groups(names: list[str]) -> dict[str, tuple[str, float]]:
@@ -147,6 +145,19 @@ class Trainer:
                 self._step(static, mode)
             self._captured[name] = (graph, static)
 
+    def state(self, step: int) -> dict[str, Any]:
+        """Everything a later run needs to continue before `step` exactly."""
+        o = self.optimiser
+        return {"step": step, "model": self.model.state_dict(), "first": o.first, "second": o.second, "steps": o.steps}
+
+    @torch.no_grad()
+    def restore(self, state: dict[str, Any]) -> None:
+        self.model.load_state_dict(state["model"])
+        for name in ("first", "second"):
+            for key, value in getattr(self.optimiser, name).items():
+                value.copy_(state[name][key])
+        self.optimiser.steps.copy_(state["steps"])
+
     def drop_graphs(self, keep: str) -> None:
         """Frees the graphs of earlier phases."""
         for name in [n for n in self._captured if keep not in n]:
@@ -206,12 +217,12 @@ def run(options: argparse.Namespace, say: Callable[[str], None] = print) -> None
     begun = time.monotonic()
     options.out.mkdir(parents=True, exist_ok=True)
     _, config, mapping = prepare(options.out, options.small)
+    state = torch.load(options.state, map_location="cpu") if options.state and options.state.exists() else {}
+    begin = state.get("step", 0)
     device = torch.device("cuda" if torch.cuda.is_available() and not options.cpu else "cpu")
     dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
-    keys = [schedule(s, options.steps, options.small, dtype) for s in range(options.first, options.steps)]
-    source = batches(
-        config, mapping, [k[0] for k in keys], options.seed + options.first, options.workers, device.type == "cuda"
-    )
+    keys = [schedule(s, options.steps, options.small, dtype) for s in range(options.steps)]
+    source = batches(config, mapping, [k[0] for k in keys], options.seed, options.workers, device.type == "cuda", begin)
     first = next(source)  # starts the workers before the GPU is touched
     tests = (
         {t: problem_batches(config, mapping, test_problems(t, options.problems), 32768) for t in TASKS}
@@ -222,9 +233,9 @@ def run(options: argparse.Namespace, say: Callable[[str], None] = print) -> None
     torch.backends.cuda.matmul.allow_tf32 = True
     model = Miniature(config, options.seed).to(device)
     model.parameters_by_name = {n: getattr(model, n.replace(".", "__")) for n in model.parameters_by_name}
-    if options.resume:
-        load(model, options.resume)
     trainer = Trainer(model, graphs=device.type == "cuda" and not options.eager)
+    if state:
+        trainer.restore(state)
     log = (options.out / "log.jsonl").open("a", encoding="utf-8")
     say(
         f"{sum(p.numel() for p in model.parameters()) / 1e6:.2f} M parameters, ready after {time.monotonic() - begun:.1f} s"
@@ -245,14 +256,14 @@ def run(options: argparse.Namespace, say: Callable[[str], None] = print) -> None
         torch.backends.cuda.matmul.allow_tf32 = kept
 
     phase, last = "", time.monotonic()
-    for step, key in enumerate(keys, options.first):
-        batch = first if step == options.first else next(source)
+    for step, key in enumerate(keys[begin:], begin):
+        batch = first if step == begin else next(source)
         if repr(key[1])[: repr(key[1]).index("dense_rows")] != phase:
             phase = repr(key[1])[: repr(key[1]).index("dense_rows")]
             if device.type == "cuda":
                 trainer.drop_graphs(phase)
             record({"step": step, "phase": phase})
-        trainer.optimiser.rate.fill_(learning_rate(step, options.steps, bool(options.resume)))
+        trainer.optimiser.rate.fill_(learning_rate(step, options.steps))
         trainer.step(batch, key)
         if (step + 1) % options.report == 0:
             counts = trainer.counts.tolist()
@@ -275,6 +286,8 @@ def run(options: argparse.Namespace, say: Callable[[str], None] = print) -> None
             save(model, options.out)
             evaluate(str(step + 1))
     save(model, options.out)
+    if options.state:
+        torch.save(trainer.state(step + 1), options.state)
     if tests:
         evaluate("end")
 
@@ -283,8 +296,9 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--steps", type=int, default=8000)
-    parser.add_argument("--first", type=int, default=0, help="step to start from, with --resume")
-    parser.add_argument("--resume", type=Path, default=None, help="folder with weights-*.safetensors")
+    parser.add_argument(
+        "--state", type=Path, default=None, help="file to continue from if it exists; written at the end"
+    )
     parser.add_argument("--minutes", type=float, default=1e9)
     parser.add_argument("--reserve", type=float, default=15.0, help="seconds kept for saving and the last evaluation")
     parser.add_argument("--seed", type=int, default=1)
