@@ -10,8 +10,8 @@ import hashlib
 
 import torch
 
-from paraflash.cache.pool import RecordPool
-from paraflash.cache.records import KVFormat
+from paraflash.cache.pool import Arena, RecordPool
+from paraflash.cache.records import KVFormat, PlainRecord
 from paraflash.config.model import ModelConfig
 
 
@@ -33,11 +33,24 @@ class KVCache:
     [slots, 2 * head_dim] per ratio-2 owner, the [kv | score] row of a request's newest unpaired token."""
 
     def __init__(
-        self, model: ModelConfig, fmt: KVFormat, num_blocks: int, block_size: int, slots: int, device: torch.device
+        self,
+        model: ModelConfig,
+        fmt: KVFormat,
+        num_blocks: int,
+        block_size: int,
+        slots: int,
+        device: torch.device,
+        spare_rows: int = 0,
     ):
+        """With spare_rows, plain latents of all owners share one arena with room for so many rows of a step."""
         self.format, self.num_blocks, self.block_size = fmt, num_blocks, block_size
         owners = model.kv_owners
-        self.latents = {o.index: RecordPool(fmt.latent, num_blocks, block_size // o.ratio, device) for o in owners}
+        arena = None
+        if spare_rows and isinstance(fmt.latent, PlainRecord):
+            arena = Arena(fmt.latent, sum(num_blocks * (block_size // o.ratio) for o in owners), spare_rows, device)
+        self.latents = {
+            o.index: RecordPool(fmt.latent, num_blocks, block_size // o.ratio, device, arena) for o in owners
+        }
         self.index_keys = {o.index: RecordPool(fmt.index, num_blocks, block_size // o.ratio, device) for o in owners}
         self.rings = [RecordPool(fmt.window, slots, model.window, device) for _ in model.layers]
         self.open_rows = {

@@ -6,6 +6,8 @@ one scale a tensor. Engram rows are made when they are looked up, so no table is
 
 from __future__ import annotations
 
+from collections.abc import Collection
+
 import numpy as np
 import torch
 from numpy.typing import NDArray
@@ -19,6 +21,8 @@ from paraflash.checkpoint.tensors import BLOCK, Slices, TensorSpec, tensor_table
 from paraflash.config.model import ModelConfig
 from paraflash.formats import E4M3_MAX, e2m1_codes, exp2_int, pow2_ceil_exponent
 
+_CPU_VALUES, _GPU_VALUES = 1 << 19, 1 << 25  # made at a time; a GPU needs large pieces to be fast
+
 
 def dummy_weights(
     model: ModelConfig,
@@ -29,7 +33,7 @@ def dummy_weights(
     dtype: torch.dtype,
     device: torch.device | str,
     seed: int = 0,
-    keep_quantized: bool = False,
+    keep_quantized: bool | Collection[str] = False,
     progress: Progress | None = None,
 ) -> Weights:
     """What `load_weights` would return, with random values. Raises NotEnoughMemory before anything is made."""
@@ -43,21 +47,23 @@ def dummy_weights(
 class DummyEngramTable:
     """Stands in for an EngramTable: row r always has the same random values."""
 
-    def __init__(self, spec: TensorSpec, model: ModelConfig, dtype: torch.dtype, seed: int):
+    def __init__(self, spec: TensorSpec, model: ModelConfig, dtype: torch.dtype, seed: int, device: torch.device | str):
         self.rows, self.dim = spec.shape
         self.dtype = dtype
-        self._spec, self._model, self._seed = spec, model, seed
+        self._spec, self._model, self._seed, self._device = spec, model, seed, device
 
     def lookup(self, ids: NDArray[np.integer]) -> Tensor:
-        """Rows [.., D] on the CPU in `dtype`. Raises IndexError for an id outside the table."""
-        rows = torch.from_numpy(check_ids(ids, self.rows))
-        index = rows[..., None] * self.dim + torch.arange(self.dim)
+        """Rows [.., D] in `dtype`. Raises IndexError for an id outside the table."""
+        rows = torch.from_numpy(check_ids(ids, self.rows)).to(self._device)
+        index = rows[..., None] * self.dim + torch.arange(self.dim, device=self._device)
         return random_values(self._spec, self._model, self._seed, index).to(self.dtype)
 
 
-def dummy_engram_tables(model: ModelConfig, dtype: torch.dtype, seed: int = 0) -> list[DummyEngramTable]:
+def dummy_engram_tables(
+    model: ModelConfig, dtype: torch.dtype, seed: int = 0, device: torch.device | str = "cpu"
+) -> list[DummyEngramTable]:
     """One table per Engram layer, in the order of model.engram_layers."""
-    return [DummyEngramTable(s, model, dtype, seed) for s in tensor_table(model) if s.shard.kind == "engram"]
+    return [DummyEngramTable(s, model, dtype, seed, device) for s in tensor_table(model) if s.shard.kind == "engram"]
 
 
 def _fill(target: Tensor | QuantTensor, spec: TensorSpec, slices: Slices, model: ModelConfig, seed: int) -> None:
@@ -70,7 +76,8 @@ def _fill(target: Tensor | QuantTensor, spec: TensorSpec, slices: Slices, model:
     exponent = _exponent(spec)
     if isinstance(target, QuantTensor):
         target.scale.fill_(exponent + 127)
-    for start, end in row_chunks(rows, cols.stop - cols.start):
+    size = _GPU_VALUES if device.type == "cuda" else _CPU_VALUES
+    for start, end in row_chunks(rows, cols.stop - cols.start, size):
         here = slice(start - rows.start, end - rows.start)
         values = random_values(spec, model, seed, flat_index(spec, slice(start, end), cols, device))
         if spec.scale_name is None:

@@ -7,7 +7,7 @@ as [local experts, out, in]. Engram tables stay in their file and are opened by 
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -16,7 +16,7 @@ from torch import Tensor
 
 from paraflash.checkpoint.engram_table import EngramTable
 from paraflash.checkpoint.files import CheckpointError, Entry, read_header, read_rows
-from paraflash.checkpoint.memory import check_memory, rank_bytes
+from paraflash.checkpoint.memory import check_memory, keeps, rank_bytes
 from paraflash.checkpoint.quant import E8M0_NAN, QuantTensor, fp4_dequant, fp8_block_dequant
 from paraflash.checkpoint.tensors import BLOCK, SKIPPED, Slices, TensorSpec, expert_range, shard_slices, tensor_table
 from paraflash.config.model import ModelConfig
@@ -105,14 +105,14 @@ def load_weights(
     ep_size: int,
     dtype: torch.dtype,
     device: torch.device | str,
-    keep_quantized: bool = False,
+    keep_quantized: bool | Collection[str] = False,
     progress: Progress | None = None,
 ) -> Weights:
     """Reads this rank's shard. BF16 and quantised tensors become `dtype`, F32 tensors stay fp32.
 
-    With keep_quantized, FP8 and FP4 tensors come as `QuantTensor` (codes and scales as stored). At no time does it
-    hold more than the shard and one chunk of a tensor. Run `checkpoint.check(model)` first. Raises CheckpointError for
-    a NaN scale or a short file, `NotEnoughMemory` before anything is read.
+    With keep_quantized, FP8 and FP4 tensors (or those of the kinds it names) come as `QuantTensor`, as stored. At no
+    time does it hold more than the shard and one chunk of a tensor. Run `checkpoint.check(model)` first. Raises
+    CheckpointError for a NaN scale or a short file, `NotEnoughMemory` before anything is read.
     """
 
     def fill(target: Tensor | QuantTensor, spec: TensorSpec, slices: Slices) -> None:
@@ -129,7 +129,7 @@ def assemble(
     ep_size: int,
     dtype: torch.dtype,
     device: torch.device | str,
-    keep_quantized: bool,
+    keep_quantized: bool | Collection[str],
     progress: Progress | None,
     fill: Callable[[Tensor | QuantTensor, TensorSpec, Slices], None],
 ) -> Weights:
@@ -145,7 +145,7 @@ def assemble(
     total, done = sum(_stored_bytes(spec, slices) for spec, slices in todo), 0
     first, end = expert_range(model.num_experts, ep_rank, ep_size)
     for spec, slices in todo:
-        keep = keep_quantized and spec.scale_name is not None
+        keep = keeps(spec, keep_quantized)
         if spec.expert is None:
             target = weights[spec.name] = _allocate(spec, slices, None, dtype, device, keep)
         else:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Collection
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -38,7 +39,7 @@ def rank_bytes(
     ep_rank: int,
     ep_size: int,
     itemsize: int,
-    keep_quantized: bool = False,
+    keep_quantized: bool | Collection[str] = False,
 ) -> RankBytes:
     """What `load_weights` allocates for a rank: `itemsize` bytes a value (2 for bfloat16), F32 tensors always 4."""
     device = experts = engram = 0
@@ -50,15 +51,22 @@ def rank_bytes(
             continue
         shape = [part.stop - part.start for part in slices]
         values = math.prod(shape)
-        if keep_quantized and spec.dtype == "fp4":
+        if keeps(spec, keep_quantized) and spec.dtype == "fp4":
             size = values // 2 + values // BLOCK
-        elif keep_quantized and spec.dtype == "fp8":
+        elif keeps(spec, keep_quantized) and spec.dtype == "fp8":
             size = values + math.prod(-(-part.stop // BLOCK) - part.start // BLOCK for part in slices)
         else:
             size = values * (4 if spec.dtype == "f32" else itemsize)
         device += size
         experts += size if spec.expert is not None else 0
     return RankBytes(device, experts, engram)
+
+
+def keeps(spec: TensorSpec, keep_quantized: bool | Collection[str]) -> bool:
+    """Whether a tensor stays in its stored codes: all quantised ones, none, or those of the kinds named."""
+    if isinstance(keep_quantized, bool):
+        return keep_quantized and spec.scale_name is not None
+    return spec.dtype in keep_quantized
 
 
 def available_memory(device: torch.device | str) -> int | None:

@@ -23,7 +23,7 @@ from paraflash.checkpoint.memory import available_memory
 from paraflash.checkpoint.tensors import expert_range
 from paraflash.config.engine import EngineConfig
 from paraflash.config.model import ModelConfig
-from paraflash.engine.messages import Sampled, StepInput, StepOutput, StepRequest, TokenLogprobs
+from paraflash.engine.messages import Sampled, SampleSpec, StepInput, StepOutput, StepRequest, TokenLogprobs
 from paraflash.engine.sampler import prompt_logprobs, sample
 from paraflash.kernels import make_kernels
 from paraflash.model import engram_hash
@@ -37,6 +37,7 @@ from paraflash.parallel.plan import Plan
 log = logging.getLogger("paraflash.runner")
 
 DEFAULT_CPU_KV_BYTES = 1 << 30
+LONG_CONTEXT_BYTES = 2 << 30  # what a step at the end of a long context takes more than one at its start
 LOGIT_ROWS = 256  # rows of logits held at a time for prompt log-probabilities
 
 
@@ -53,7 +54,7 @@ class ModelRunner:
             round_inputs=model.quant is not None and dtype == torch.bfloat16,
         )
         self.format = kv_format(config.kv_cache_dtype, model.head_dim, model.rope_dim, model.index_head_dim)
-        self.kernels = make_kernels(mesh.device)
+        self.kernels = make_kernels(mesh.device, dtype, config.moe_backend, self.numerics.trained_rounding)
 
     def load(self) -> None:
         """Loads this rank's weights and allocates the caches, equally large on all ranks."""
@@ -63,27 +64,60 @@ class ModelRunner:
         self.token_map = None
         self.tables: Sequence[Any] = []
         if config.load_format == "dummy":
-            weights = dummy_weights(model, *shard, self.numerics.dtype, mesh.device, seed=config.seed)
-            self.tables = dummy_engram_tables(model, self.numerics.dtype, config.seed)
+            weights = dummy_weights(model, *shard, self.numerics.dtype, mesh.device, config.seed, self.kernels.stored)
+            self.tables = dummy_engram_tables(model, self.numerics.dtype, config.seed, mesh.device)
         else:
             checkpoint = Checkpoint.open(config.model)
             checkpoint.check(model)
-            weights = load_weights(checkpoint, model, *shard, self.numerics.dtype, mesh.device)
+            weights = load_weights(checkpoint, model, *shard, self.numerics.dtype, mesh.device, self.kernels.stored)
             self.tables = open_engram_tables(checkpoint, model, self.numerics.dtype)
         if model.engram_layers:
             engram_hash.check_tables(model)
             self.token_map = engram_hash.load_token_map(f"{config.tokenizer or config.model}/tokenizer.json", model)
-        self.weight_bytes = sum(w.numel() * w.element_size() for w in weights.values() if isinstance(w, Tensor))
+        self.weight_bytes = sum(w.nbytes for w in weights.values())
         self.transformer = Transformer(model, weights, self.kernels, self.numerics, mesh, ep_first)
-        blocks = mesh.agree_min(self._affordable_blocks())
-        self.cache = KVCache(model, self.format, blocks, config.block_size, self._slots, mesh.device)
+        del weights
+        step_bytes = (
+            self._measure_step() if mesh.device.type == "cuda" and config.num_gpu_blocks_override is None else 0
+        )
+        blocks = mesh.agree_min(self._affordable_blocks(step_bytes))
+        self.cache = self._make_cache(blocks, self._slots)
 
     @property
     def _slots(self) -> int:
         assert self.config.max_num_seqs is not None
         return self.config.max_num_seqs
 
-    def _affordable_blocks(self) -> int:
+    def _make_cache(self, blocks: int, slots: int) -> KVCache:
+        return KVCache(
+            self.model_config, self.format, blocks, self.config.block_size, slots, self.mesh.device, self._spare_rows
+        )
+
+    @property
+    def _spare_rows(self) -> int:
+        """Most window rows of a step on a GPU: earlier ones, a step's own and those of other ranks."""
+        if self.mesh.device.type != "cuda":
+            return 0
+        assert self.config.max_num_batched_tokens is not None
+        return 2 * self.config.max_num_batched_tokens + self._slots * self.model_config.window
+
+    def _measure_step(self) -> int:
+        """Bytes that the largest step takes beside weights and caches. Running it also compiles the kernels."""
+        config, model = self.config, self.model_config
+        assert config.max_num_batched_tokens is not None
+        tokens = min(config.max_num_batched_tokens, model.max_position_embeddings)
+        used = -(-tokens // config.block_size)
+        self.cache = self._make_cache(used + 1, 1)
+        torch.cuda.reset_peak_memory_stats(self.mesh.device)
+        before = torch.cuda.memory_allocated(self.mesh.device)
+        self.execute(largest_step(tokens, model.vocab_size, used))
+        torch.cuda.synchronize(self.mesh.device)
+        peak = torch.cuda.max_memory_allocated(self.mesh.device) - before
+        del self.cache
+        torch.cuda.empty_cache()
+        return peak + LONG_CONTEXT_BYTES
+
+    def _affordable_blocks(self, step_bytes: int) -> int:
         """Blocks of KV that fit, the null block included; never more than all requests together can use."""
         config, model = self.config, self.model_config
         if config.num_gpu_blocks_override is not None:
@@ -91,11 +125,14 @@ class ModelRunner:
         per_block = max(1, block_bytes(model, self.format, config.block_size))
         budget = config.kv_cache_memory_bytes
         if budget is None:
-            free = available_memory(self.mesh.device) or 0
-            share = config.gpu_memory_utilization if self.mesh.device.type == "cuda" else 0.5 / self.mesh.world
-            budget = int(free * share) - self._slots * window_bytes(model, self.format)
-            if self.mesh.device.type == "cpu":
-                budget = min(budget, DEFAULT_CPU_KV_BYTES)
+            windows = self._slots * window_bytes(model, self.format)
+            if self.mesh.device.type == "cuda":
+                free, total = torch.cuda.mem_get_info(self.mesh.device)
+                budget = free - int(total * (1 - config.gpu_memory_utilization)) - step_bytes - windows
+                budget -= self._spare_rows * self.format.latent.nbytes
+            else:
+                free = available_memory(self.mesh.device) or 0
+                budget = min(int(free * 0.5 / self.mesh.world) - windows, DEFAULT_CPU_KV_BYTES)
         length = min(config.max_model_len or model.max_position_embeddings, model.max_position_embeddings)
         useful = self._slots * -(-length // config.block_size)
         blocks = min(budget // per_block, useful)
@@ -119,6 +156,7 @@ class ModelRunner:
             "engram_host_bytes": sum(table.rows * table.dim for table in self.tables),
             "kv_cache_dtype": self.format.name,
             "kernels": self.kernels.name,
+            "kernel_choices": dict(self.kernels.info),
         }
 
     def cache_hash(self) -> str:
@@ -215,6 +253,22 @@ class ModelRunner:
                 targets = torch.from_numpy(request.prompt_targets[offsets[a : a + LOGIT_ROWS]].astype(np.int64))
                 found += prompt_logprobs(logits, targets.to(logits.device), request.prompt_logprobs)
         return found
+
+
+def largest_step(tokens: int, vocab_size: int, blocks: int) -> StepInput:
+    """One prompt of `tokens` tokens in KV blocks 1.., sampled at its end."""
+    ids = (np.arange(tokens) % vocab_size).astype(np.int32)
+    request = StepRequest(
+        request_id="largest",
+        slot=0,
+        token_ids=ids,
+        lookback=ids[:0],
+        num_computed=0,
+        is_prefill=True,
+        block_ids=np.arange(1, blocks + 1, dtype=np.int32),
+        sample=SampleSpec(),
+    )
+    return StepInput(0, [request])
 
 
 def spans_of(requests: Sequence[StepRequest]) -> list[Span]:

@@ -45,16 +45,19 @@ class IndexRows:
 
 @dataclass
 class Expert:
-    """Local routed experts, stacked; `first` is the id of the first one."""
+    """Local routed experts, stacked; `first` is the id of the first one. Tensors, or FP4 as stored (QuantTensor)."""
 
-    w1: Tensor  # [E, I, D] gate
-    w2: Tensor  # [E, D, I] down
-    w3: Tensor  # [E, I, D] up
+    w1: Any  # [E, I, D] gate
+    w2: Any  # [E, D, I] down
+    w3: Any  # [E, I, D] up
     first: int
+    total: int  # routed experts of the model
 
 
 class Kernels(Protocol):
     name: str
+    stored: tuple[str, ...]  # kinds of quantised expert weights that `pack_experts` takes as stored
+    info: dict[str, str]  # what runs where there is a choice; state of optional packages
 
     def linear(self, x: Tensor, weight: Any, round_input: bool = False) -> Tensor:
         """x [T, in] @ weight [out, in]^T -> [T, out] in x dtype; round_input applies model.md 2.4 to x."""
@@ -139,6 +142,9 @@ class Kernels(Protocol):
         self, h: Tensor, gate: Tensor, bias: Tensor, topk: int, factor: float, renormalise: bool, temperature: float
     ) -> tuple[Tensor, Tensor]:
         """Expert ids [T, topk] int64 and weights fp32 (model.md 3.13)."""
+
+    def pack_experts(self, experts: Expert) -> Any:
+        """The form of a layer's experts that `experts` takes; called once, `experts` may be given up after it."""
 
     def experts(
         self, h: Tensor, ids: Tensor, weights: Tensor, experts: Expert, limit: float, round_input: bool

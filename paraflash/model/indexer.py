@@ -58,6 +58,5 @@ class Indexer:
 
 def slots_of(entries: Tensor, rows: IndexRows) -> Tensor:
     """Pool slots [T, k] of entries [T, k]; -1 stays -1."""
-    table = rows.block_tables[rows.row_request]
-    block = torch.gather(table, 1, (entries // rows.entries).clamp_min(0))
+    block = rows.block_tables[rows.row_request[:, None], (entries // rows.entries).clamp_min(0)]
     return torch.where(entries < 0, -1, block * rows.entries + entries % rows.entries)

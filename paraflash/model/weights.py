@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import MutableMapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -23,13 +23,17 @@ class Numerics:
 class Weights:
     """A view of the loaded tensors below a name prefix: w["wq_a"] is `<prefix>wq_a.weight` or `<prefix>wq_a`."""
 
-    tensors: Mapping[str, Any]
+    tensors: MutableMapping[str, Any]
     prefix: str = ""
 
     def __getitem__(self, name: str) -> Any:
         full = self.prefix + name
         found = self.tensors.get(full + ".weight")
         return self.tensors[full] if found is None else found
+
+    def take(self, name: str) -> Any:
+        """The tensor, and gives it up: what is made of it may replace it."""
+        return self.tensors.pop(self.prefix + name)
 
     def under(self, name: str) -> Weights:
         return Weights(self.tensors, f"{self.prefix}{name}.")

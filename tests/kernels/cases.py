@@ -16,6 +16,7 @@ from torch import Tensor
 from paraflash import formats
 from paraflash.cache.pool import RecordPool
 from paraflash.cache.records import PlainRecord
+from paraflash.checkpoint.quant import QuantTensor
 from paraflash.config.model import RopeSpec
 from paraflash.kernels.interface import Expert, IndexRows, Rotary
 from paraflash.model.rope import rotary
@@ -56,10 +57,11 @@ class Maker:
         spec = RopeSpec(160000.0, 16.0, 32.0, 1.0, 65536)
         return rotary(self.integers(0, high, n), spec, dim)
 
-    def fp4_weight(self, *shape: int) -> Tensor:
-        """Values a packed FP4 weight can hold."""
+    def fp4_weight(self, *shape: int) -> QuantTensor:
         flat = self.normal(int(np.prod(shape[:-1])), shape[-1], scale=0.03, dtype=torch.float32)
-        return formats.decode_mxfp4(*formats.encode_mxfp4(flat)).view(shape).to(self.dtype)
+        codes, scale = formats.encode_mxfp4(flat)
+        packed = codes[:, 0::2] | (codes[:, 1::2] << 4)
+        return QuantTensor("fp4", packed.view(*shape[:-1], -1), scale.view(*shape[:-1], -1))
 
 
 def error(found: Tensor, wanted: Tensor) -> float:
@@ -114,9 +116,10 @@ def index_rows(m: Maker, lengths: list[int], counts: list[int], entries: int, pa
 
 
 def experts(m: Maker, s: Sizes, count: int, first: int) -> Expert:
-    return Expert(
-        m.fp4_weight(count, s.inner, s.hidden),
-        m.fp4_weight(count, s.hidden, s.inner),
-        m.fp4_weight(count, s.inner, s.hidden),
-        first,
-    )
+    """FP4 experts as stored."""
+    up = (count, s.inner, s.hidden)
+    return Expert(m.fp4_weight(*up), m.fp4_weight(count, s.hidden, s.inner), m.fp4_weight(*up), first, s.experts)
+
+
+def values_of(e: Expert, dtype: torch.dtype) -> Expert:
+    return Expert(e.w1.dequantise(dtype), e.w2.dequantise(dtype), e.w3.dequantise(dtype), e.first, e.total)

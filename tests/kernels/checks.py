@@ -8,7 +8,7 @@ import torch
 
 from paraflash.cache.records import PlainRecord
 from paraflash.kernels.reference import reference_kernels
-from tests.kernels.cases import Maker, Sizes, differing, error, experts, index_rows, plain_pool
+from tests.kernels.cases import Maker, Sizes, differing, error, experts, index_rows, plain_pool, values_of
 
 REFERENCE = reference_kernels()
 # bf16 stores 8 significant bits; sums of many products differ by their order on top.
@@ -173,7 +173,7 @@ def check_experts(kernels: Any, m: Maker, s: Sizes, local: int, first: int) -> N
     ids = torch.rand(s.rows, s.experts, generator=m.generator, device=m.device).argsort(1)[:, : s.topk]
     weights = m.normal(s.rows, s.topk, dtype=torch.float32).abs()
     own = experts(m, s, local, first)
-    packed = kernels.pack_experts(own)
+    packed, values = kernels.pack_experts(own), values_of(own, m.dtype)
     for rounded in (False, True):
         found = kernels.experts(h, ids, weights, packed, 10.0, rounded)
-        assert error(found, REFERENCE.experts(h, ids, weights, own, 10.0, rounded)) < 2 * LIMIT[m.dtype]
+        assert error(found, REFERENCE.experts(h, ids, weights, values, 10.0, rounded)) < 2 * LIMIT[m.dtype]

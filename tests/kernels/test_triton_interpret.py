@@ -32,7 +32,7 @@ SMALL = Sizes(
 
 @pytest.fixture
 def kernels() -> CudaKernels:
-    return CudaKernels(Packages(), "grouped_mm", trained=True, use_cuda_topk=False)
+    return CudaKernels(Packages(), torch.float32, "grouped_mm", trained=True, use_cuda_topk=False)
 
 
 @pytest.fixture

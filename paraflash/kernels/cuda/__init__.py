@@ -44,11 +44,13 @@ class CudaKernels:
 
     name = "cuda"
 
-    def __init__(self, packages: Packages, moe_backend: str, trained: bool, use_cuda_topk: bool = True):
-        self.packages, self.moe_backend, self.trained = packages, moe_backend, trained
+    def __init__(
+        self, packages: Packages, dtype: torch.dtype, moe_backend: str, trained: bool, use_cuda_topk: bool = True
+    ):
+        self.packages, self.dtype, self.moe_backend, self.trained = packages, dtype, moe_backend, trained
         self._rounded = linear.RoundedInputs()
         self._use_cuda_topk = use_cuda_topk
-        self.experts_total = 0  # of the whole model; 0: all are local. For kernel settings only.
+        self.stored: tuple[str, ...] = ("fp4",)
 
     @property
     def info(self) -> dict[str, str]:
@@ -264,23 +266,19 @@ class CudaKernels:
         return moe.route(h, gate, bias, topk, factor, renormalise, temperature)
 
     def pack_experts(self, experts: Expert) -> Any:
-        dtype, inner, width = experts.w1.dtype, experts.w1.shape[1], experts.w1.shape[2]
-        if dtype != torch.bfloat16 or inner % 32 or width % 32:
-            return experts
-        return moe.pack_experts(experts, self.moe_backend, self.packages.humming)
+        return moe.pack_experts(experts, self.moe_backend, self.packages.humming, self.dtype)
 
     def experts(self, h: Tensor, ids: Tensor, weights: Tensor, experts: Any, limit: float, round_input: bool) -> Tensor:
         if isinstance(experts, Expert):
             return reference_moe.experts(h, ids, weights, experts, limit, round_input)
-        share = experts.count / max(experts.count, self.experts_total)
-        expected = max(1, round(ids.numel() * share))
+        expected = max(1, round(ids.numel() * experts.count / experts.total))
         return moe.run_experts(self._round(h, round_input), ids, weights, experts, limit, round_input, expected)
 
 
-def cuda_kernels(moe_backend: str = "auto", trained: bool = True) -> Kernels:
+def cuda_kernels(dtype: torch.dtype = torch.bfloat16, moe_backend: str = "auto", trained: bool = True) -> Kernels:
     """Kernels for the current GPU. moe_backend: a name of `moe.BACKENDS`. Raises ValueError for an unknown one."""
     packages = find_packages()
-    backend = moe.choose_backend(moe_backend, packages.humming, torch.bfloat16)
-    kernels = CudaKernels(packages, backend, trained)
+    backend = moe.choose_backend(moe_backend, packages.humming, dtype)
+    kernels = CudaKernels(packages, dtype, backend, trained)
     log.info("kernels: %s", ", ".join(f"{k} {v}" for k, v in kernels.info.items()))
     return cast(Kernels, kernels)

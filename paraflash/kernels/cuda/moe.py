@@ -16,7 +16,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from paraflash.formats import encode_mxfp4
+from paraflash.checkpoint.quant import QuantTensor
 from paraflash.kernels.cuda.formats import mxfp8_round_trip
 from paraflash.kernels.cuda.linear import linear_fp32
 from paraflash.kernels.interface import Expert
@@ -175,10 +175,8 @@ def _combine_kernel(y_ptr, place_ptr, out_ptr, D: tl.constexpr, TOPK: tl.constex
     tl.store(out_ptr + token * D + c, total, mask=c < D)
 
 
-class GroupedBf16:
+class GroupedMatmul:
     """Expert products on bf16 weights through torch's grouped matmul."""
-
-    name = "grouped_mm"
 
     def __init__(self, weight: Tensor):
         self.weight = weight  # [E, out, in]
@@ -190,12 +188,10 @@ class GroupedBf16:
 class HummingFp4:
     """Expert products on packed FP4 weights (bf16 activations) through humming-kernels."""
 
-    name = "humming"
-
-    def __init__(self, module: Any, weight: Tensor):
-        """weight [E, out, in] holds FP4 values times powers of two, so packing it is exact."""
+    def __init__(self, module: Any, weight: QuantTensor):
+        """weight [E, out, in] of kind fp4."""
         experts, out, width = weight.shape
-        with torch.device(weight.device):
+        with torch.device(weight.data.device):
             self.layer = module.HummingLayer(
                 shape_n=out,
                 shape_k=width,
@@ -203,12 +199,10 @@ class HummingFp4:
                 num_experts=experts,
                 torch_dtype=torch.bfloat16,
             )
-        for e in range(experts):
-            codes, scale = encode_mxfp4(weight[e])
-            self.layer.weight[e].copy_(codes[:, 0::2] | (codes[:, 1::2] << 4))
-            self.layer.weight_scale[e].copy_(scale)
+        self.layer.weight.data.copy_(weight.data)
+        self.layer.weight_scale.data.copy_(weight.scale)
         self.layer.transform()
-        self._tuning: dict[int, str] = {}
+        self._tuning: dict[int, Any] = {}
 
     def __call__(self, x: Tensor, offsets: Tensor, rows: int) -> Tensor:
         return self.layer(
@@ -237,6 +231,7 @@ class PackedExperts:
     up: Any  # [E, 2 * I, D]: gate over up
     down: Any  # [E, D, I]
     first: int
+    total: int  # routed experts of the model
     count: int
     inner: int
 
@@ -255,11 +250,25 @@ def choose_backend(name: str, humming: Any, dtype: torch.dtype) -> str:
     return chosen
 
 
-def pack_experts(experts: Expert, backend: str, humming: Any) -> PackedExperts:
-    count, inner, _ = experts.w1.shape
-    up = torch.cat([experts.w1, experts.w3], 1)
-    make = GroupedBf16 if backend == "grouped_mm" else lambda w: HummingFp4(humming, w)
-    return PackedExperts(make(up), make(experts.w2), experts.first, count, inner)
+def pack_experts(experts: Expert, backend: str, humming: Any, dtype: torch.dtype) -> PackedExperts | Expert:
+    """Experts as `run_experts` takes them. Widths that no grouped product takes, and fp32, stay an Expert."""
+    count, inner, width = experts.w1.shape
+    if backend == "humming" and isinstance(experts.w1, QuantTensor) and not (inner % 128 or width % 128):
+        up = QuantTensor(
+            "fp4",
+            torch.cat([experts.w1.data, experts.w3.data], 1),
+            torch.cat([experts.w1.scale, experts.w3.scale], 1),
+        )
+        return PackedExperts(
+            HummingFp4(humming, up), HummingFp4(humming, experts.w2), experts.first, experts.total, count, inner
+        )
+    w1, w2, w3 = (
+        w.dequantise(dtype) if isinstance(w, QuantTensor) else w for w in (experts.w1, experts.w2, experts.w3)
+    )
+    if (w1.is_cuda and dtype != torch.bfloat16) or inner % 32 or width % 32:
+        return Expert(w1, w2, w3, experts.first, experts.total)
+    gate_up = GroupedMatmul(torch.cat([w1, w3], 1))
+    return PackedExperts(gate_up, GroupedMatmul(w2), experts.first, experts.total, count, inner)
 
 
 def run_experts(
@@ -269,6 +278,7 @@ def run_experts(
 
     `expected` local assignments are likely; it picks kernel settings and never bounds the rows.
     """
+    h, ids, weights = h.contiguous(), ids.contiguous(), weights.contiguous()
     rows, d = h.shape
     topk, total, inner = ids.shape[1], ids.numel(), packed.inner
     p = permute(ids, packed.first, packed.count)

@@ -17,4 +17,4 @@ def reference_kernels() -> Kernels:
         for name in vars(Kernels)
         if not name.startswith("_") and hasattr(module, name)
     }
-    return cast(Kernels, SimpleNamespace(name="reference", **operations))
+    return cast(Kernels, SimpleNamespace(name="reference", stored=(), info={}, **operations))
