@@ -166,8 +166,10 @@ def split_range(total: int, rank: int, size: int) -> tuple[int, int]:
 
 
 def expert_range(num_experts: int, ep_rank: int, ep_size: int) -> tuple[int, int]:
-    """[first, end) of the routed experts that an EP rank owns."""
-    return split_range(num_experts, ep_rank, ep_size)
+    """[first, end) of the routed experts that an EP rank owns: counts differ by at most one, rank 0 has the most."""
+    base, extra = divmod(num_experts, ep_size)
+    first = ep_rank * base + min(ep_rank, extra)
+    return first, first + base + (ep_rank < extra)
 
 
 def vocab_range(vocab_size: int, tp_rank: int, tp_size: int) -> tuple[int, int]:

@@ -172,6 +172,11 @@ def _check_model(config: EngineConfig, model: ModelConfig) -> None:
                 f"tensor_parallel_size is {tp}, which does not divide {name} {size} of this model; "
                 f"use a divisor of {math.gcd(*shared.values())} and more of -pcp"
             )
+    if config.world_size > model.num_experts:
+        raise Refused(
+            f"tensor_parallel_size {tp} x prefill_context_parallel_size {config.prefill_context_parallel_size} is "
+            f"{config.world_size} ranks for {model.num_experts} routed experts; each rank needs one, use fewer ranks"
+        )
     if config.max_model_len is not None and config.max_model_len > model.max_position_embeddings:
         raise Refused(
             f"max_model_len is {config.max_model_len}, but the model knows {model.max_position_embeddings} positions; "

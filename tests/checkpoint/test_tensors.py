@@ -85,9 +85,10 @@ def test_a_ranks_heads_sinks_and_groups_belong_together() -> None:
     assert first("wo_a.weight", 0) == first("wo_b.weight", 1) == group * model.o_lora_rank
 
 
-def test_experts_are_cut_into_contiguous_ceil_ranges() -> None:
-    assert [expert_range(10, r, 4) for r in range(4)] == [(0, 3), (3, 6), (6, 9), (9, 10)]
-    assert [expert_range(3, r, 4) for r in range(4)] == [(0, 1), (1, 2), (2, 3), (3, 3)]
+def test_experts_are_cut_into_contiguous_ranges_that_differ_by_at_most_one() -> None:
+    assert [expert_range(10, r, 4) for r in range(4)] == [(0, 3), (3, 6), (6, 8), (8, 10)]
+    assert [expert_range(9, r, 8) for r in range(8)] == [(0, 2), *((r, r + 1) for r in range(2, 9))]
+    assert [expert_range(384, r, 8) for r in range(8)] == [(48 * r, 48 * r + 48) for r in range(8)]
 
 
 def test_vision_and_draft_names_are_skipped_and_text_names_are_not() -> None:

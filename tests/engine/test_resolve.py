@@ -75,6 +75,7 @@ def test_the_published_vllm_command_resolves(model: ModelConfig) -> None:
         ({"decode_context_parallel_size": 2}, "decode_context_parallel_size is 2.*-pcp"),
         ({"tensor_parallel_size": 8}, "does not divide o_groups 4"),
         ({"tensor_parallel_size": 3}, "does not divide"),
+        ({"tensor_parallel_size": 4, "prefill_context_parallel_size": 4}, "16 ranks for 8 routed experts"),
         ({"tensor_parallel_size": 0}, "tensor_parallel_size is 0.*at least 1"),
         ({"tensor_parallel_size": True}, "tensor_parallel_size is True"),
         ({"tensor_parallel_size": "2"}, "tensor_parallel_size is '2'"),
