@@ -227,7 +227,8 @@ def test_a_streamed_chat_begins_with_the_role_and_ends_with_the_reason(scripted:
 
 def test_tool_calls_stream_as_deltas(scripted: RunningServer) -> None:
     block = (
-        '<｜DSML｜ calls>\n<｜DSML｜ invoke name="f">\n<｜DSML｜ parameter name="a" string="true">x</｜DSML｜ parameter>\n'
+        '<｜DSML｜ calls>\n<｜DSML｜ invoke name="f">\n'
+        '<｜DSML｜ parameter name="a" string="true">x</｜DSML｜ parameter>\n'
         "</｜DSML｜ invoke>\n</｜DSML｜ calls>"
     )
     tools = [{"type": "function", "function": {"name": "f", "parameters": {"type": "object"}}}]
