@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -73,7 +74,11 @@ class ModelRunner:
             self.tables = open_engram_tables(checkpoint, model, self.numerics.dtype)
         if model.engram_layers:
             engram_hash.check_tables(model)
-            self.token_map = engram_hash.load_token_map(f"{config.tokenizer or config.model}/tokenizer.json", model)
+            path = Path(config.tokenizer or config.model) / "tokenizer.json"
+            if config.load_format == "dummy" and not path.exists():
+                self.token_map = np.arange(model.vocab_size, dtype=np.int64) % model.engram_compressed_vocab_size
+            else:
+                self.token_map = engram_hash.load_token_map(path, model)
         self.weight_bytes = sum(w.nbytes for w in weights.values())
         self.transformer = Transformer(model, weights, self.kernels, self.numerics, mesh, ep_first)
         del weights

@@ -1,0 +1,95 @@
+"""Every cuda operation at the model's widths on a GPU, on fresh random inputs, against the reference."""
+
+from __future__ import annotations
+
+import os
+
+import pytest
+import torch
+
+if not torch.cuda.is_available() or os.environ.get("TRITON_INTERPRET") == "1":
+    pytest.skip("needs a CUDA device", allow_module_level=True)
+
+from paraflash.kernels.cuda import CudaKernels, topk, topk_torch
+from paraflash.kernels.cuda.packages import Packages, find_packages
+from tests.kernels import checks
+from tests.kernels.cases import Maker, Sizes
+
+PACKAGES = find_packages()
+SIZES = Sizes(rows=300, hidden=5120)
+BARE = CudaKernels(Packages(), torch.bfloat16, "grouped_mm", trained=True)
+FULL = CudaKernels(PACKAGES, torch.bfloat16, "humming" if PACKAGES.humming else "grouped_mm", trained=True)
+
+
+@pytest.fixture
+def maker() -> Maker:
+    return Maker(torch.seed() % 10_000, "cuda", torch.bfloat16)
+
+
+def test_norms_and_streams_match_the_reference(maker: Maker) -> None:
+    checks.check_norm_and_streams(BARE, maker, SIZES)
+    checks.check_norm_and_streams(BARE, maker, Sizes(rows=1200, hidden=5120))
+
+
+def test_rope_matches_the_reference(maker: Maker) -> None:
+    checks.check_rope(BARE, maker, SIZES)
+
+
+def test_cache_rows_match_the_reference(maker: Maker) -> None:
+    checks.check_cache_rows(BARE, maker, SIZES)
+
+
+def test_linears_match_the_reference(maker: Maker) -> None:
+    checks.check_linears(BARE, maker, SIZES)
+
+
+@pytest.mark.parametrize("heads", [8, 16, 32, 64])
+@pytest.mark.parametrize("kernels", [BARE, FULL], ids=["triton", "packages"])
+def test_attention_matches_the_reference(maker: Maker, kernels: CudaKernels, heads: int) -> None:
+    checks.check_attention(kernels, maker, Sizes(rows=100, hidden=5120, heads=heads), arena=True)
+
+
+@pytest.mark.parametrize("kernels", [BARE, FULL], ids=["triton", "packages"])
+def test_entry_selection_matches_the_reference(maker: Maker, kernels: CudaKernels) -> None:
+    checks.check_selection(
+        kernels, maker, SIZES, lengths=[5000, 0, 700, 3001], counts=[130, 1, 3, 1], blocks=128, size=8
+    )
+
+
+@pytest.mark.parametrize("n", [600, 4096, 33_000, 140_000])
+@pytest.mark.parametrize("kind", ["normal", "few values", "one value", "narrow"])
+def test_topk_equals_a_stable_sort(maker: Maker, n: int, kind: str) -> None:
+    rows, k = 37, 512
+    scores = maker.normal(rows, n + 3, dtype=torch.float32)[:, :n]  # rows do not lie back to back
+    if kind == "few values":
+        scores = (scores * 2).round().relu()
+    if kind == "one value":
+        scores = torch.zeros_like(scores)
+    if kind == "narrow":
+        scores = 1 + scores * 1e-5
+    lengths = maker.integers(0, n + 1, rows)
+    lengths[:3] = torch.tensor([0, 1, n], device=lengths.device)
+    assert torch.equal(topk.select_topk(scores, lengths, k), topk_torch.select_topk(scores, lengths, k))
+    bits = topk.select_bits(scores, lengths, 2048)
+    assert torch.equal(bits, topk_torch.select_bits(scores, lengths, 2048))
+    wide = maker.normal(rows, 8 * n, dtype=torch.float32)
+    found = topk.select_topk(wide, lengths * 8, k, bits, 8)
+    assert torch.equal(found, topk_torch.select_topk(wide, lengths * 8, k, bits, 8))
+
+
+def test_router_matches_the_reference(maker: Maker) -> None:
+    checks.check_router(BARE, maker, SIZES)
+
+
+@pytest.mark.parametrize("kernels", [BARE, FULL], ids=["grouped_mm", "packages"])
+def test_experts_match_the_reference(maker: Maker, kernels: CudaKernels) -> None:
+    checks.check_experts(kernels, maker, Sizes(rows=200, hidden=5120, experts=24), local=8, first=8)
+    checks.check_experts(kernels, maker, Sizes(rows=3, hidden=5120, experts=24), local=8, first=8)
+
+
+def test_an_inverse_rope_undoes_a_rope_and_changes_x_in_place(maker: Maker) -> None:
+    x, table = maker.normal(10, 64, 512), maker.rotary(10, 64)
+    before = x.clone()
+    turned = BARE.rope(x, table)
+    assert turned.data_ptr() == x.data_ptr()
+    assert checks.error(BARE.rope(turned, table, inverse=True), before) < 5e-3
