@@ -215,6 +215,7 @@ class Follower:
             life = self.lives.get(r.request_id)
             if life is None or life.end != r.num_computed or r.num_computed == r.window_start:
                 self._start(r)
+            self._adopt(r)
         for r in step.requests:
             life, end = self.lives[r.request_id], r.num_computed + r.num_tokens
             ids = self.tokens[r.request_id]
@@ -226,19 +227,21 @@ class Follower:
         return expected
 
     def _start(self, r: StepRequest) -> None:
-        hit, start = r.kv_write_start, r.num_computed
-        assert hit % BLOCK == 0 and start == r.window_start
-        life = self.lives[r.request_id] = self.oracle.begin(self.capacity, hit, start)
-        ids = self.tokens[r.request_id] = torch.full((self.capacity,), -1)
-        for place in range(hit // BLOCK):
+        assert r.kv_write_start % BLOCK == 0 and r.num_computed == r.window_start
+        self.lives[r.request_id] = self.oracle.begin(self.capacity, r.kv_write_start, r.window_start)
+        self.tokens[r.request_id] = torch.full((self.capacity,), -1)
+
+    def _adopt(self, r: StepRequest) -> None:
+        """Takes over the entries of the hit's blocks that this step's table shows; it covers the step's rows only."""
+        life, ids, per = self.lives[r.request_id], self.tokens[r.request_id], self.oracle.c["compress_ratios"]
+        for place in range(len(r.block_ids[: life.hit // BLOCK])):
             other, other_ids, other_place = self.blocks[int(r.block_ids[place])]
             assert other_place == place and other.end >= (place + 1) * BLOCK
             for owner in life.entries:
-                each = BLOCK // self.oracle.c["compress_ratios"][owner]
-                part = slice(place * each, (place + 1) * each)
+                part = slice(place * BLOCK // per[owner], (place + 1) * BLOCK // per[owner])
                 life.entries[owner][part] = other.entries[owner][part]
                 life.keys[owner][part] = other.keys[owner][part]
             ids[place * BLOCK : (place + 1) * BLOCK] = other_ids[place * BLOCK : (place + 1) * BLOCK]
-        known = min(hit - start, r.num_tokens)
-        assert (ids[start : start + known] == torch.from_numpy(r.token_ids[:known])).all(), "another's blocks"
-        assert (ids[max(0, start - len(r.lookback)) : start] == torch.from_numpy(r.lookback)).all()
+        first, known = r.num_computed, min(max(life.hit - r.num_computed, 0), r.num_tokens)
+        assert (ids[first : first + known] == torch.from_numpy(r.token_ids[:known])).all(), "another's blocks"
+        assert (ids[max(0, first - len(r.lookback)) : first] == torch.from_numpy(r.lookback)).all()

@@ -85,7 +85,7 @@ class FakeModel:
 
     def run_decoder(self, r) -> None:
         """The layers after the last KV owner: they see the kept rows, and what windows those left (model.md 5.2)."""
-        start, end = r.num_computed, r.num_computed + r.num_tokens
+        end = r.num_computed + r.num_tokens
         kept = r.num_tokens if r.kept_rows < 0 else r.kept_rows
         window, low = self.decoder_windows[r.slot], r.window_start
         if kept < r.num_tokens:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pickle
+import random
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
@@ -22,6 +23,7 @@ from tests.replay_oracle import Follower, ReplayOracle
 
 NARROW = Path(__file__).parent.parent / "data" / "golden" / "narrow"
 LONG = {"text_config": {"max_position_embeddings": 4096}}
+TIGHT = {"num_gpu_blocks_override": 9, "max_num_batched_tokens": 47, "max_num_seqs": 4}  # for `mixed_workload`
 Rows = dict[tuple[str, int], Tensor]  # (request, position) -> logits
 
 
@@ -129,3 +131,31 @@ def recorded(tp: int = 1, pcp: int = 1, **settings) -> Iterator[Recorder]:
 
 def prompt(length: int, seed: int = 0) -> list[int]:
     return np.random.default_rng([length, seed]).integers(3, 384, length).tolist()
+
+
+def mixed_workload(rec: Recorder) -> None:
+    """Prompts of many lengths, shared beginnings, a later turn, aborts and preemptions, in steps that mix all of it."""
+    chosen = random.Random(1)
+    system = prompt(192, 1)
+    waiting: list[tuple[str, list[int], dict]] = [
+        ("long", prompt(150, 1), {"max_tokens": 45}),
+        ("one", prompt(1, 2), {"max_tokens": 70}),
+        ("reported", prompt(61, 3), {"prompt_logprobs": 1}),
+        ("first", system + prompt(33, 4), {"max_tokens": 45}),
+        ("gone", system + prompt(90, 5), {"max_tokens": 9}),
+        ("second", system + prompt(54, 6), {"max_tokens": 20}),
+        ("salted", system + prompt(9, 6), {"salt": "s"}),
+        ("resent", system + prompt(33, 4), {}),
+        ("whole", system, {}),
+        ("turn", system + prompt(33, 4) + prompt(75, 7), {"max_tokens": 6}),
+    ]
+    aborts = {14: "gone", 36: "salted"}  # after so many steps
+    number = 0
+    while waiting or rec.core.has_unfinished():
+        if waiting and (chosen.random() < 0.5 or not rec.core.has_unfinished()):
+            name, ids, params = waiting.pop(0)
+            rec.add(name, ids, **params)
+        rec.core.abort(aborts.get(number, ""))
+        if rec.core.has_unfinished():
+            rec.core.step()
+        number += 1
