@@ -8,6 +8,7 @@ one `LayerSpec` per layer, so that nothing downstream has to look a role up agai
 from __future__ import annotations
 
 import json
+import math
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -143,11 +144,20 @@ class _Fields:
             raise ConfigError(f"{self.where}.{name} is {value!r}; an integer of at least {low} is needed")
         return value
 
-    def number(self, name: str, default: float | None = None) -> float:
+    def number(self, name: str, default: float | None = None, above: float | None = None) -> float:
+        """A finite number of at least 0, or above `above`."""
         value = self._get(name, default)
-        if isinstance(value, bool) or not isinstance(value, (int, float)) or not value >= 0:
-            raise ConfigError(f"{self.where}.{name} is {value!r}; a number of at least 0 is needed")
+        number = not isinstance(value, bool) and isinstance(value, (int, float)) and math.isfinite(value)
+        if not number or not (value >= 0 if above is None else value > above):
+            needed = "of at least 0" if above is None else f"above {above:g}"
+            raise ConfigError(f"{self.where}.{name} is {value!r}; a number {needed} is needed")
         return float(value)
+
+    def token(self, name: str, default: int, vocab_size: int) -> int:
+        value = self.integer(name, default)
+        if value >= vocab_size:
+            raise ConfigError(f"{self.where}.{name} is {value}; an id below vocab_size {vocab_size} is needed")
+        return value
 
     def flag(self, name: str, default: bool) -> bool:
         value = self._get(name, default)
@@ -163,7 +173,7 @@ class _Fields:
 
     def only(self, name: str, allowed: tuple[Any, ...], default: Any = None) -> Any:
         value = self._get(name, default)
-        if value not in allowed:
+        if value not in allowed or isinstance(value, bool) != isinstance(allowed[0], bool):
             raise ConfigError(f"{self.where}.{name} is {value!r}; paraflash supports {', '.join(map(repr, allowed))}")
         return value
 
@@ -191,7 +201,7 @@ def _layer_specs(text: _Fields, num_layers: int, engram_layers: list[int]) -> tu
     kv_sources, index_sources = text.integers("kv_source_layer_ids"), text.integers("index_source_layer_ids")
     _check_sources("kv_source_layer_ids", kv_sources, ratios)
     _check_sources("index_source_layer_ids", index_sources, ratios)
-    candidate = text.data.get("candidate_source_layer_id", -1)
+    candidate = text._get("candidate_source_layer_id", -1)
     if isinstance(candidate, bool) or not isinstance(candidate, int):
         raise ConfigError(f"text_config.candidate_source_layer_id is {candidate!r}; an integer is needed")
     if candidate >= 0 and candidate not in index_sources:
@@ -235,10 +245,22 @@ def _layer_specs(text: _Fields, num_layers: int, engram_layers: list[int]) -> tu
     return tuple(specs)
 
 
+def _eos_tokens(text: _Fields, vocab_size: int) -> tuple[int, ...]:
+    """One id or a list of them."""
+    if not isinstance(text.data.get("eos_token_id"), list):
+        return (text.token("eos_token_id", 1, vocab_size),)
+    ids = text.integers("eos_token_id")
+    if any(not 0 <= i < vocab_size for i in ids):
+        raise ConfigError(f"{text.where}.eos_token_id is {ids}; ids below vocab_size {vocab_size} are needed")
+    return tuple(ids)
+
+
 def _quant_spec(data: dict[str, Any]) -> QuantSpec | None:
     raw = data.get("quantization_config")
     if raw is None:
         return None
+    if not isinstance(raw, dict):
+        raise ConfigError(f"quantization_config is {raw!r}; an object is needed")
     q = _Fields(raw, "quantization_config")
     q.only("quant_method", ("fp8",))
     q.only("scale_fmt", ("ue8m0",), "ue8m0")
@@ -249,19 +271,20 @@ def _quant_spec(data: dict[str, Any]) -> QuantSpec | None:
 
 
 def _compress_rope(text: _Fields) -> RopeSpec:
-    theta = text.number("compress_rope_theta")
+    theta = text.number("compress_rope_theta", above=1)
     raw = text.data.get("rope_scaling")
     if raw is None:
         return RopeSpec(theta)
     if not isinstance(raw, dict):
         raise ConfigError(f"text_config.rope_scaling is {raw!r}; an object is needed")
-    scaling = _Fields({"rope_type": raw.get("type"), **raw}, "text_config.rope_scaling")
-    scaling.only("rope_type", ("yarn",))  # some copies spell the key "type"
+    # Some copies spell the key "type".
+    scaling = _Fields({**raw, "rope_type": raw.get("rope_type", raw.get("type"))}, "text_config.rope_scaling")
+    scaling.only("rope_type", ("yarn",))
     return RopeSpec(
         theta=theta,
-        factor=scaling.number("factor"),
-        beta_fast=scaling.number("beta_fast", 32.0),
-        beta_slow=scaling.number("beta_slow", 1.0),
+        factor=scaling.number("factor", above=0),
+        beta_fast=scaling.number("beta_fast", 32.0, above=0),
+        beta_slow=scaling.number("beta_slow", 1.0, above=0),
         original_positions=scaling.integer("original_max_position_embeddings", low=1),
     )
 
@@ -300,7 +323,7 @@ def parse_config(data: dict[str, Any]) -> ModelConfig:
     text.only("attention_bias", (False,), False)
     text.only("tie_word_embeddings", (False,), False)
     text.only("n_shared_experts", (1,), 1)
-    eos = merged.get("eos_token_id", 1)
+    vocab_size = text.integer("vocab_size", low=1)
     num_heads, o_groups = text.integer("num_attention_heads", low=1), text.integer("o_groups", low=1)
     head_dim, rope_dim = text.integer("head_dim", low=2), text.integer("qk_rope_head_dim", low=2)
     if num_heads % o_groups:
@@ -313,8 +336,12 @@ def parse_config(data: dict[str, Any]) -> ModelConfig:
     if per_token > num_experts:
         raise ConfigError(f"text_config.num_experts_per_tok is {per_token}, more than n_routed_experts {num_experts}")
 
+    layers = _layer_specs(text, num_layers, engram_layers)
+    # Sizes of what no layer has need not be given.
+    no_engram, no_candidates = not engram_layers, not any(layer.publishes_candidates for layer in layers)
+
     return ModelConfig(
-        vocab_size=text.integer("vocab_size", low=1),
+        vocab_size=vocab_size,
         hidden_size=text.integer("hidden_size", low=1),
         num_layers=num_layers,
         num_heads=num_heads,
@@ -324,7 +351,7 @@ def parse_config(data: dict[str, Any]) -> ModelConfig:
         o_groups=o_groups,
         o_lora_rank=text.integer("o_lora_rank", low=1),
         rms_eps=text.number("rms_norm_eps"),
-        swiglu_limit=text.number("swiglu_limit"),
+        swiglu_limit=text.number("swiglu_limit", above=0),
         max_position_embeddings=text.integer("max_position_embeddings", low=1),
         window=text.integer("sliding_window", low=1),
         moe_intermediate_size=text.integer("moe_intermediate_size", low=1),
@@ -333,32 +360,30 @@ def parse_config(data: dict[str, Any]) -> ModelConfig:
         experts_per_token=per_token,
         routed_scaling_factor=text.number("routed_scaling_factor"),
         norm_topk_prob=text.flag("norm_topk_prob", True),
-        gate_temp=text.number("gate_temp", 1.0),
+        gate_temp=text.number("gate_temp", 1.0, above=0),
         index_heads=text.integer("index_n_heads", low=1),
         index_head_dim=text.integer("index_head_dim", low=rope_dim),
         index_topk=text.integer("index_topk", low=1),
-        candidate_topk_blocks=text.integer("candidate_topk_blocks", 1, low=1),
-        candidate_block_size=text.integer("candidate_block_size", 1, low=1),
+        candidate_topk_blocks=text.integer("candidate_topk_blocks", 1 if no_candidates else None, low=1),
+        candidate_block_size=text.integer("candidate_block_size", 1 if no_candidates else None, low=1),
         hc_mult=text.integer("hc_mult", low=1),
         hc_sinkhorn_iters=text.integer("hc_sinkhorn_iters", low=1),
         hc_eps=text.number("hc_eps"),
         engram_layers=tuple(engram_layers),
         engram_rows=tuple(engram_rows),
-        engram_vocab_size=text.integer("engram_vocab_size", 2 if not engram_layers else None, low=2),
-        engram_max_ngram=text.integer("engram_max_ngram_size", 2 if not engram_layers else None, low=2),
-        engram_heads=text.integer("engram_n_heads", 1 if not engram_layers else None, low=1),
-        engram_head_dim=text.integer("engram_head_dim", 1 if not engram_layers else None, low=1),
-        engram_pad_token_id=text.integer("engram_pad_token_id", 2),
-        engram_compressed_vocab_size=text.integer(
-            "engram_compressed_vocab_size", 1 if not engram_layers else None, low=1
-        ),
-        window_rope=RopeSpec(text.number("rope_theta")),
+        engram_vocab_size=text.integer("engram_vocab_size", 2 if no_engram else None, low=2),
+        engram_max_ngram=text.integer("engram_max_ngram_size", 2 if no_engram else None, low=2),
+        engram_heads=text.integer("engram_n_heads", 1 if no_engram else None, low=1),
+        engram_head_dim=text.integer("engram_head_dim", 1 if no_engram else None, low=1),
+        engram_pad_token_id=text.token("engram_pad_token_id", 2, vocab_size),
+        engram_compressed_vocab_size=text.integer("engram_compressed_vocab_size", 1 if no_engram else None, low=1),
+        window_rope=RopeSpec(text.number("rope_theta", above=1)),
         compress_rope=_compress_rope(text),
-        layers=_layer_specs(text, num_layers, engram_layers),
+        layers=layers,
         quant=_quant_spec(data),
-        bos_token_id=text.integer("bos_token_id", 0),
-        eos_token_ids=tuple(eos) if isinstance(eos, list) else (text.integer("eos_token_id", 1),),
-        pad_token_id=text.integer("pad_token_id", 2),
+        bos_token_id=text.token("bos_token_id", 0, vocab_size),
+        eos_token_ids=_eos_tokens(text, vocab_size),
+        pad_token_id=text.token("pad_token_id", 2, vocab_size),
         dtype=text.only("dtype", ("bfloat16", "float32"), merged.get("torch_dtype", "bfloat16")),
     )
 
@@ -370,9 +395,14 @@ def load_raw_config(folder: str | Path, overrides: dict[str, Any] | None = None)
         data = json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
         raise ConfigError(f"{path} does not exist; a model folder needs a config.json") from None
-    except json.JSONDecodeError as error:
+    except (json.JSONDecodeError, UnicodeDecodeError) as error:
         raise ConfigError(f"{path} is not valid JSON: {error}") from None
-    return _merge(data, overrides or {})
+    if not isinstance(data, dict):
+        raise ConfigError(f"{path} must hold one JSON object")
+    overrides = dict(overrides or {})
+    if "text_config" not in data and isinstance(overrides.get("text_config"), dict):  # a flattened file
+        overrides |= overrides.pop("text_config")
+    return _merge(data, overrides)
 
 
 def _merge(base: Any, extra: Any) -> Any:
