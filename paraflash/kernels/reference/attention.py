@@ -46,43 +46,57 @@ def index_queries(q: Tensor, rotary: Rotary, trained: bool) -> Tensor:
     return round_index(q) if trained else q
 
 
-def entry_slots(request: int, count: int, rows: IndexRows) -> Tensor:
-    """Pool slots [count] of a request's entries 0..count-1."""
+def entry_slots(requests: Tensor, count: int, rows: IndexRows) -> Tensor:
+    """Pool slots [n, count] of entries 0..count-1 of n requests."""
     entry = torch.arange(count, device=rows.block_tables.device)
-    return rows.block_tables[request, entry // rows.entries] * rows.entries + entry % rows.entries
+    return rows.block_tables[requests[:, None], entry // rows.entries] * rows.entries + entry % rows.entries
 
 
 def index_scores(q: Tensor, weights: Tensor, keys: Tensor, visible: Tensor, scale: float) -> Tensor:
-    """fp32 scores [n, entries]; -inf where an entry is not yet visible."""
-    dots = torch.einsum("thd,jd->thj", q.float(), keys).relu()
-    scores = (dots * (weights.float() * scale)[..., None]).sum(1)
-    hidden = torch.arange(keys.shape[0], device=q.device)[None] >= visible[:, None]
-    return scores.masked_fill(hidden, -math.inf)
+    """fp32 scores [n, r, entries] of r rows in each of n requests: q [n, r, heads, di], weights [n, r, heads],
+    keys [n, entries, di], visible [n, r]; -inf where an entry is not yet visible."""
+    dots = (q.float().flatten(1, 2) @ keys.mT).unflatten(1, q.shape[1:3]).relu_()
+    scores = (dots * (weights.float() * scale)[..., None]).sum(2)
+    hidden = torch.arange(keys.shape[1], device=q.device) >= visible[..., None]
+    return scores.masked_fill_(hidden, -math.inf)
+
+
+def scored_together(rows: IndexRows, width: int) -> list[tuple[int, int, list[int], int]]:
+    """(first row, end row, requests, entries): neighbouring requests with equally many rows, as decode rows are.
+
+    width: elements that an entry of a request takes.
+    """
+    groups: list[tuple[int, int, list[int], int]] = []
+    for first, end, request in rows.segments:
+        entries = int(rows.visible_host[first:end].max())
+        if groups:
+            start, last, requests, most = groups[-1]
+            n, most = len(requests) + 1, max(most, entries)
+            if last - start == len(requests) * (end - first) and n * most * width <= QUERY_CHUNK_ELEMENTS:
+                groups[-1] = (start, end, [*requests, request], most)
+                continue
+        groups.append((first, end, [request], entries))
+    return groups
 
 
 def candidate_mask(scores: Tensor, visible: Tensor, blocks: int, size: int) -> Tensor:
-    """Entries [n, entries] in the kept blocks of each row; the newest visible block is always kept."""
-    n, entries = scores.shape
+    """Entries [.., entries] in the kept blocks of each row; the newest visible block is always kept."""
+    entries = scores.shape[-1]
     count = -(-entries // size)
-    best = (
-        torch.nn.functional.pad(scores, (0, count * size - entries), value=-math.inf)
-        .unflatten(1, (count, size))
-        .amax(-1)
-    )
-    newest = (visible - 1) // size
-    row = torch.arange(n, device=scores.device)[visible > 0]
-    best[row, newest[visible > 0]] = math.inf
+    padded = torch.nn.functional.pad(scores, (0, count * size - entries), value=-math.inf)
+    best = padded.unflatten(-1, (count, size)).amax(-1)
+    newest = torch.arange(count, device=scores.device) == ((visible - 1) // size)[..., None]
+    best = best.masked_fill_(newest, math.inf)
     # Equal blocks (a score of exactly 0 is common after the ReLU): the newer one is kept.
     value, block = lowest_first_topk(best.flip(-1), min(blocks, count))
-    block = count - 1 - block
-    kept = torch.zeros(n, count, dtype=torch.bool, device=scores.device).scatter_(1, block, value > -math.inf)
-    return kept.repeat_interleave(size, 1)[:, :entries]
+    kept = torch.zeros_like(best, dtype=torch.bool).scatter_(-1, count - 1 - block, value > -math.inf)
+    return kept.repeat_interleave(size, -1)[..., :entries]
 
 
 def lowest_first_topk(scores: Tensor, k: int) -> tuple[Tensor, Tensor]:
     """The k largest of each row; equal scores go to the lower index."""
     value, index = scores.sort(dim=-1, descending=True, stable=True)
-    return value[:, :k], index[:, :k]
+    return value[..., :k], index[..., :k]
 
 
 def select_entries(
@@ -95,24 +109,26 @@ def select_entries(
     candidates: Any = None,
     publish: tuple[int, int] | None = None,
 ) -> tuple[Tensor, Any]:
-    entries = torch.full((q.shape[0], topk), -1, dtype=torch.int64, device=q.device)
-    masks: list[Tensor] = []
-    for number, (first, end, request) in enumerate(rows.segments):
-        count = int(rows.visible_host[first:end].max())
-        keys = pool.read(entry_slots(request, count, rows))
-        published = torch.zeros(end - first, count, dtype=torch.bool, device=q.device)
-        step = max(1, QUERY_CHUNK_ELEMENTS // max(1, count * q.shape[1]))
-        for a in range(first, end, step):
-            b = min(end, a + step)
-            scores = index_scores(q[a:b], weights[a:b], keys, rows.visible[a:b], scale)
+    chosen = torch.full((q.shape[0], topk), -1, dtype=torch.int64, device=q.device)
+    masks: list[Tensor] = []  # [rows, entries] of each group
+    for number, (first, end, requests, count) in enumerate(scored_together(rows, max(q.shape[1:]))):
+        shape = (len(requests), (end - first) // len(requests))
+        keys = pool.read(entry_slots(torch.tensor(requests, device=q.device), count, rows))
+        parts = [x[first:end].unflatten(0, shape) for x in (q, weights, rows.visible, chosen)]
+        mask = torch.zeros(*shape, count, dtype=torch.bool, device=q.device)
+        step = max(1, QUERY_CHUNK_ELEMENTS // max(1, shape[0] * count * q.shape[1]))
+        for a in range(0, shape[1], step):
+            part_q, part_weights, visible, part_chosen = (x[:, a : a + step] for x in parts)
+            scores = index_scores(part_q, part_weights, keys, visible, scale)
             if publish is not None and count:
-                published[a - first : b - first] = candidate_mask(scores, rows.visible[a:b], *publish)
+                mask[:, a : a + step] = candidate_mask(scores, visible, *publish)
             if candidates is not None:
-                scores = scores.masked_fill(~candidates[number][a - first : b - first], -math.inf)
+                allowed = candidates[number].unflatten(0, shape)[:, a : a + step]
+                scores.masked_fill_(~allowed, -math.inf)
             value, index = lowest_first_topk(scores, min(topk, count))
-            entries[a:b, : index.shape[1]] = torch.where(value > -math.inf, index, -1)
-        masks.append(published)
-    return entries, masks if publish is not None else None
+            part_chosen[..., : index.shape[-1]] = torch.where(value > -math.inf, index, -1)
+        masks.append(mask.flatten(0, 1))
+    return chosen, masks if publish is not None else None
 
 
 def window_keys(ring: RecordPool, prior_slots: Tensor, rows: Tensor) -> Tensor:
@@ -139,13 +155,14 @@ def attend(
             chosen = slots[part]
             k = torch.cat([k, pool.read(chosen.clamp_min(0))], 1)
             allowed = torch.cat([allowed, chosen >= 0], 1)
-        logits = torch.einsum("thd,ted->the", q[part].float(), k) * scale
-        logits = logits.masked_fill(~allowed[:, None], -math.inf)
+        logits = (q[part].float() @ k.mT) * scale  # [T, H, keys]
+        logits.masked_fill_(~allowed[:, None], -math.inf)
         sinks = sink.float().view(1, -1, 1).expand(logits.shape[0], -1, 1)
         probs = torch.cat([logits, sinks], -1).softmax(-1)[..., :-1]
-        out[part] = torch.einsum("the,ted->thd", probs, k.masked_fill(~allowed[..., None], 0)).to(q.dtype)
+        out[part] = (probs @ k.masked_fill_(~allowed[..., None], 0)).to(q.dtype)
     return out
 
 
 def grouped_output(o: Tensor, wo_a: Tensor, round_input: bool) -> Tensor:
-    return torch.einsum("tgi,goi->tgo", round_activation(o) if round_input else o, wo_a).flatten(1)
+    x = round_activation(o) if round_input else o
+    return (x.transpose(0, 1) @ wo_a.mT).transpose(0, 1).flatten(1)

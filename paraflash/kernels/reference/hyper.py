@@ -31,11 +31,20 @@ def hc_mixes(
     pre = torch.sigmoid(m[:, :k] * scale[0] + base[:k]) + hc_eps
     post = 2 * torch.sigmoid(m[:, k : 2 * k] * scale[1] + base[k : 2 * k])
     comb = (m[:, 2 * k :] * scale[2] + base[2 * k :]).unflatten(1, (k, k)).softmax(-1) + hc_eps
-    comb = comb / (comb.sum(1, keepdim=True) + hc_eps)
+    return pre, post, sinkhorn(comb, iters, hc_eps)
+
+
+def sinkhorn(comb: Tensor, iters: int, eps: float) -> Tensor:
+    """Columns, then rows and columns in turn, of comb [T, K, K] are divided by their sums."""
+    # A step has hundreds of these divisions: they run in place, along T (the longest dimension, here the last one),
+    # and with eps as a tensor, which saves a conversion each.
+    across = torch.tensor(eps, dtype=comb.dtype, device=comb.device)
+    comb = comb.permute(1, 2, 0).contiguous()
+    comb.div_(comb.sum(0, keepdim=True).add_(across))
     for _ in range(iters - 1):
-        comb = comb / (comb.sum(2, keepdim=True) + hc_eps)
-        comb = comb / (comb.sum(1, keepdim=True) + hc_eps)
-    return pre, post, comb
+        comb.div_(comb.sum(1, keepdim=True).add_(across))
+        comb.div_(comb.sum(0, keepdim=True).add_(across))
+    return comb.permute(2, 0, 1).contiguous()
 
 
 def hc_collapse(streams: Tensor, pre: Tensor, weight: Tensor, eps: float) -> Tensor:
@@ -44,21 +53,20 @@ def hc_collapse(streams: Tensor, pre: Tensor, weight: Tensor, eps: float) -> Ten
 
 
 def hc_expand(y: Tensor, streams: Tensor, post: Tensor, comb: Tensor) -> Tensor:
-    mixed = torch.einsum("tjk,tjd->tkd", comb, streams.float())
+    mixed = comb.mT @ streams.float()
     return (post[..., None] * y.float()[:, None] + mixed).to(streams.dtype)
 
 
 def rope(x: Tensor, rotary: Rotary, inverse: bool = False) -> Tensor:
-    cos, sin = rotary.cos, rotary.sin
-    n = 2 * cos.shape[-1]
-    while cos.dim() < x.dim():
-        cos, sin = cos.unsqueeze(1), sin.unsqueeze(1)
-    if inverse:
-        sin = -sin
-    head, tail = x[..., :-n], x[..., -n:].float()
-    a, b = tail[..., 0::2], tail[..., 1::2]
-    rotated = torch.stack([a * cos - b * sin, a * sin + b * cos], -1).flatten(-2)
-    return torch.cat([head, rotated.to(x.dtype)], -1)
+    """Adjacent channels (a, b) are turned as the complex number a + bi by cos + i sin."""
+    turn = torch.complex(rotary.cos, -rotary.sin if inverse else rotary.sin)
+    n = 2 * turn.shape[-1]
+    while turn.dim() < x.dim():
+        turn = turn.unsqueeze(1)
+    out = x.clone()
+    pairs = torch.view_as_complex(x[..., -n:].float().unflatten(-1, (-1, 2)))
+    out[..., -n:] = torch.view_as_real(pairs * turn).flatten(-2)
+    return out
 
 
 def engram_write(streams: Tensor, u: Tensor, q_weight: Tensor, k_weight: Tensor, eps: float) -> Tensor:
