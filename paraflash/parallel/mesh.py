@@ -3,6 +3,9 @@
 rank = pcp_rank * TP + tp_rank; experts are spread over all ranks (EP = PCP x TP) and need no group of their own, since
 their exchange is a gather over PCP and a sum over PCP and TP. Every collective is logged by (group, op, shape), so
 that a test can show that all ranks issue the same ones; a group of one rank issues none and copies nothing.
+
+Gloo reduces in a ring of 2 (n - 1) hops, each of them a wake-up of another process, and has no reduce-scatter but a
+full all-reduce. Small sums over gloo are therefore an exchange in one hop and a local sum in rank order.
 """
 
 from __future__ import annotations
@@ -22,6 +25,8 @@ _reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_sc
 
 # A backstop: the executor notices a stuck step earlier. Loading may keep a rank away from its peers for minutes.
 COLLECTIVE_TIMEOUT = timedelta(minutes=30)
+
+GATHER_SUM_BYTES = 1 << 18  # a larger all-reduce over gloo goes round the ring, which sends fewer bytes
 
 
 @dataclass
@@ -44,6 +49,7 @@ class Group:
     size: int
     rank: int
     handle: Any = None
+    gloo: bool = False
     log: list[Collective] | None = None  # None: do not log
     seconds: dict[str, float] = field(default_factory=dict)  # host time by label since the last reset
 
@@ -65,12 +71,17 @@ class Group:
         return out
 
     def all_reduce(self, x: Tensor, label: str) -> Tensor:
-        """Sum over the group, in place where x is contiguous."""
+        """Sum over the group, possibly in place."""
         if self.size == 1:
             return x
         start = time.perf_counter()
         x = x.contiguous()
-        dist.all_reduce(x, group=self.handle)
+        if self.gloo and self.size > 2 and x.nbytes <= GATHER_SUM_BYTES:
+            parts = x.new_empty((self.size, *x.shape))
+            _all_gather(parts.flatten(0, 1), x, group=self.handle)
+            x = parts.sum(0)
+        else:
+            dist.all_reduce(x, group=self.handle)
         self._note("all_reduce", label, x, start)
         return x
 
@@ -79,8 +90,14 @@ class Group:
         if self.size == 1:
             return x
         start = time.perf_counter()
-        out = x.new_empty((x.shape[0] // self.size, *x.shape[1:]))
-        _reduce_scatter(out, x.contiguous(), group=self.handle)
+        x = x.contiguous()
+        if self.gloo:
+            parts = torch.empty_like(x)
+            dist.all_to_all_single(parts, x, group=self.handle)
+            out = parts.unflatten(0, (self.size, -1)).sum(0)
+        else:
+            out = x.new_empty((x.shape[0] // self.size, *x.shape[1:]))
+            _reduce_scatter(out, x, group=self.handle)
         self._note("reduce_scatter", label, x, start)
         return out
 
@@ -150,9 +167,9 @@ def init_mesh(rank: int, tp: int, pcp: int, device: str, init_method: str | None
         return Mesh(rank, Group("tp", 1, 0), Group("pcp", 1, 0), place)
     if init_method is None:
         raise ValueError(f"init_method is missing for a world of {world} ranks")
-    own_gpus = place.type == "cuda" and torch.cuda.device_count() >= world
+    gloo = place.type == "cpu" or torch.cuda.device_count() < world
     dist.init_process_group(
-        "nccl" if own_gpus else "gloo",
+        "gloo" if gloo else "nccl",
         init_method=init_method,
         rank=rank,
         world_size=world,
@@ -163,7 +180,7 @@ def init_mesh(rank: int, tp: int, pcp: int, device: str, init_method: str | None
     pcp_handles = [dist.new_group([p * tp + t for p in range(pcp)]) for t in range(tp)]
     return Mesh(
         rank,
-        Group("tp", tp, tp_rank, tp_handles[pcp_rank]),
-        Group("pcp", pcp, pcp_rank, pcp_handles[tp_rank]),
+        Group("tp", tp, tp_rank, tp_handles[pcp_rank], gloo),
+        Group("pcp", pcp, pcp_rank, pcp_handles[tp_rank], gloo),
         place,
     )
