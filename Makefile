@@ -27,5 +27,15 @@ lint: setup
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 
+test-gpu: setup
+	$(BIN)/python -m pytest tests/gpu
+
+# A small sweep over three splits on the CPU; the report is written to bench-results/.
+bench: setup
+	rm -rf bench-results
+	$(BIN)/paraflash checkpoint synth build/bench-model --force
+	$(BIN)/paraflash bench sweep build/bench-model --topologies tp2 pcp2 tp2pcp2 --input-lens 64 256 \
+		--concurrencies 1 4 --output-len 4 --waves 4 --server-args="--device cpu" --out bench-results
+
 clean:
 	rm -rf $(VENV) build dist *.egg-info
