@@ -7,7 +7,10 @@ wrote those blocks; and warm requests are compared with the same request on a co
 from __future__ import annotations
 
 import pytest
-from recorder import TIGHT, Recorder, mixed_workload, prompt, recorded
+from recorder import NARROW, TIGHT, Recorder, mixed_workload, prompt, recorded
+
+from paraflash.engine.llm import LLM
+from paraflash.engine.sampling_params import SamplingParams
 
 EXACT = 10 * 15  # rows before a hit's end that are run anew with replay off: layers times (window - 1)
 
@@ -55,7 +58,6 @@ def test_with_replay_off_hits_change_no_token_and_no_logit(pcp):
             assert hit == rec.cached["warm"] == (usable if usable > EXACT else 0)
             assert start == (hit - EXACT if hit else 0)
             assert worst_difference(cold, warm, hit) < 1e-4, f"{length} tokens"
-            assert rec.worst(drops=False) < 1e-4
 
 
 def test_a_rewind_of_one_window_is_not_exact():
@@ -118,7 +120,7 @@ def test_a_salt_keeps_requests_apart_and_hits_itself():
         assert rec.worst(drops=True) < 1e-4
 
 
-@pytest.mark.parametrize(("tp", "pcp"), [(1, 1), (1, 2), (1, 4)])
+@pytest.mark.parametrize(("tp", "pcp"), [(1, 2), (1, 4)])
 def test_all_ranks_hit_the_same_blocks_in_a_mixed_workload_with_exact_windows(tp, pcp):
     """The engine compares a hash of all ranks' caches after each step; every row equals the exact definition."""
     with recorded(tp, pcp, check_caches=True, swa_bounded_replay=False, **TIGHT) as rec:
@@ -126,3 +128,13 @@ def test_all_ranks_hit_the_same_blocks_in_a_mixed_workload_with_exact_windows(tp
         stats = rec.core.stats()
     assert rec.worst(drops=False) < 1e-4
     assert stats["preemptions"] > 0 and stats["prefix_hits"] > 500
+
+
+def test_cached_tokens_reach_the_output_of_generate():
+    with LLM(NARROW, device="cpu", dtype="float32", num_gpu_blocks_override=8, max_num_batched_tokens=64) as llm:
+        params = SamplingParams(temperature=0, max_tokens=2)
+        outputs = [llm.generate({"prompt_token_ids": prompt(n)}, params, use_tqdm=False)[0] for n in (150, 150, 150)]
+        salted = llm.generate({"prompt_token_ids": prompt(150), "cache_salt": "s"}, params, use_tqdm=False)[0]
+        stats = llm.core.stats()
+    assert [o.num_cached_tokens for o in (*outputs, salted)] == [0, 128, 128, 0]
+    assert (stats["prefix_queries"], stats["prefix_hits"]) == (600, 256)
