@@ -6,7 +6,7 @@ rows; pads are dropped on arrival. With one rank nothing is copied and nothing i
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import numpy as np
 import torch
@@ -57,7 +57,7 @@ class RowGather:
         """Gathers several tensors of the same rows in one collective; dtypes and trailing shapes may differ."""
         if self.group.size == 1 or self.padded == 0:
             return list(parts)
-        flat = [p.contiguous().view(torch.uint8).reshape(p.shape[0], _row_bytes(p)) for p in parts]
+        flat = [_as_bytes(p) for p in parts]
         gathered = self.gather(torch.cat(flat, 1)).split([f.shape[1] for f in flat], 1)
         # The copy aligns each part for its own dtype.
         return [
@@ -65,9 +65,43 @@ class RowGather:
         ]
 
 
+class Outbox:
+    """Rows that other ranks need only in later steps: all of a step leave together, in one gather at its end."""
+
+    def __init__(self) -> None:
+        self._parcels: list[tuple[RowGather, Tensor, Callable[[Tensor], None]]] = []
+
+    def post(self, gather: RowGather, rows: Tensor, deliver: Callable[[Tensor], None]) -> None:
+        """`send` will call deliver(gather.gather(rows))."""
+        self._parcels.append((gather, rows, deliver))
+
+    def send(self) -> None:
+        """Delivers everything posted, in order. No rank has rows: no collective."""
+        parcels, self._parcels = self._parcels, []
+        if not parcels:
+            return
+        group = parcels[0][0].group
+        sizes = [[count * _row_bytes(rows) for count in gather.counts] for gather, rows, _ in parcels]
+        padded = max(sum(of_rank) for of_rank in zip(*sizes, strict=True))
+        mine = [_as_bytes(rows).flatten() for _, rows, _ in parcels]
+        pad = mine[0].new_zeros(padded - sum(len(m) for m in mine))
+        arrived = group.all_gather(torch.cat([*mine, pad]), "outbox").view(group.size, padded) if padded else pad[None]
+        per_rank = [arrived[r].split([*of_rank, padded - sum(of_rank)]) for r, of_rank in enumerate(zip(*sizes))]
+        for number, (_, rows, deliver) in enumerate(parcels):
+            raw = torch.cat([parts[number] for parts in per_rank])
+            deliver(raw.view(rows.dtype).view(-1, *rows.shape[1:]))
+
+
 def sum_over_tp(tp: Group, x: Tensor, rows: RowGather, label: str) -> Tensor:
     """Sum of x [T, ..] over the TP group, in one shape for all PCP ranks although T differs between them."""
     return x if tp.size == 1 else tp.all_reduce(rows.pad(x), label)[: x.shape[0]]
+
+
+def _as_bytes(x: Tensor) -> Tensor:
+    """x [n, ..] -> its bytes [n, row bytes]."""
+    # A contiguous tensor may have any stride in a dimension of size 1, and viewing it as bytes would then fail.
+    flat = x.contiguous().as_strided((x.numel(),), (1,))
+    return flat.view(torch.uint8).view(x.shape[0], _row_bytes(x))
 
 
 def _row_bytes(x: Tensor) -> int:
