@@ -46,9 +46,17 @@ class WindowPlan:
     prior_slots: Ints  # [n] ring slots to read
     send_rows: Ints  # [s] local rows to send
     send_counts: tuple[int, ...]  # rows that each rank sends
-    index: Ints  # [T, W] key row of each query's window, -1 where there is none
+    table: Ints  # [n] key rows by position, -1 where there is none; the window of query t begins at row_start[t]
+    row_start: Ints  # [T]
+    window: int
     tail_rows: Ints  # [m] key rows, counted from the first local row, that stay in the ring
     tail_slots: Ints  # [m] ring slots they go to
+
+    @property
+    def index(self) -> Ints:
+        """[T, W] key row of each query's window, -1 where there is none."""
+        found: Ints = self.table[self.row_start[:, None] + np.arange(self.window)]
+        return found
 
 
 def tail_of(segment: Segment, window: int) -> int:
@@ -106,14 +114,22 @@ def plan_window(
         prior_slots.append(span.slot * window + np.arange(first, span.start) % window)
         prior_count += span.start - first
 
-    index = [np.zeros((0, window), np.int64)]
+    # Key row of every position that a query may look at, request after request: a query's window is a slice of it.
+    tables, row_start, size = [], [], 0
+    offset: dict[int, int] = {}
     for segment in queries:
         span = spans[segment.request]
-        position = np.arange(segment.start, segment.end)[:, None] + np.arange(-reach, 1)
-        in_step = source_rows[segment.request][np.clip(position - span.start, 0, span.length - 1)]
-        first, base = prior_first.get(segment.request, (0, 0))
-        key = np.where(position < span.start, base + position - first, prior_count + in_step)
-        index.append(np.where(position >= max(span.window_start, 0), key, -1))
+        if segment.request not in offset:
+            first, base = prior_first.get(segment.request, (span.start, 0))
+            position = np.arange(span.start - reach, span.end)
+            prior = np.where(position[:reach] >= first, base + position[:reach] - first, -1)
+            own = source_rows[segment.request]
+            table = np.concatenate([prior, np.where(own >= 0, prior_count + own, -1)])
+            table[position < max(span.window_start, 0)] = -1
+            offset[segment.request] = size
+            tables.append(table)
+            size += len(table)
+        row_start.append(offset[segment.request] + np.arange(segment.start, segment.end) - span.start)
 
     tails = [np.arange(max(s.start, s.end - reach), s.end) for s in spans]
     tail_rows = [source_rows[i][tail - spans[i].start] for i, tail in enumerate(tails)]
@@ -122,7 +138,9 @@ def plan_window(
         _concat(prior_slots),
         _concat(send_rows),
         tuple(send_counts),
-        np.concatenate(index),
+        _concat(tables),
+        _concat(row_start),
+        window,
         _concat(tail_rows),
         _concat(tail_slots),
     )
