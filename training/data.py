@@ -23,11 +23,20 @@ from training.tasks import Sequence, Turn, training_batch
 
 @dataclass(frozen=True)
 class Shape:
-    """Size of one batch; `most` bounds the tokens of one notes-and-questions chat inside a sequence."""
+    """Size of one batch: sequences and tokens of each."""
 
     batch: int
     length: int
-    most: int
+
+
+@dataclass(frozen=True)
+class Batch:
+    """What one batch holds; see tasks.training_batch."""
+
+    shape: Shape
+    kinds: str = "prss"
+    hard: float = 1.0
+    dense: float = 1.0
 
 
 def engram_rows(config: ModelConfig, mapping: NDArray, ids: NDArray) -> NDArray:
@@ -41,28 +50,29 @@ def engram_rows(config: ModelConfig, mapping: NDArray, ids: NDArray) -> NDArray:
 
 
 class _Batches(Dataset):
-    def __init__(self, config: ModelConfig, mapping: NDArray, shapes: Many[Shape], seed: int):
-        self.config, self.mapping, self.shapes, self.seed = config, mapping, shapes, seed
+    def __init__(self, config: ModelConfig, mapping: NDArray, wanted: Many[Batch], seed: int):
+        self.config, self.mapping, self.wanted, self.seed = config, mapping, wanted, seed
 
     def __len__(self) -> int:
-        return len(self.shapes)
+        return len(self.wanted)
 
     def __getitem__(self, step: int) -> dict[str, Tensor]:
-        shape = self.shapes[step]
-        out = training_batch(self.seed * 1_000_003 + step, shape.batch, shape.length, shape.most)
+        b = self.wanted[step]
+        size, length = b.shape.batch, b.shape.length
+        out = training_batch(self.seed * 1_000_003 + step, size, length, length, b.kinds, b.hard, b.dense)
         out["hashes"] = engram_rows(self.config, self.mapping, out["ids"])
         return {name: torch.from_numpy(value) for name, value in out.items()}
 
 
 def batches(
-    config: ModelConfig, mapping: NDArray, shapes: Many[Shape], seed: int, workers: int, pin: bool, begin: int = 0
+    config: ModelConfig, mapping: NDArray, wanted: Many[Batch], seed: int, workers: int, pin: bool, begin: int = 0
 ) -> Any:
-    """An iterator over one batch a shape, from number `begin` on, in order whatever the number of workers."""
-    source = _Batches(config, mapping, shapes, seed)
+    """An iterator over one batch for each of `wanted`, from number `begin` on, in order whatever the number of workers."""
+    source = _Batches(config, mapping, wanted, seed)
     more: dict[str, Any] = {"prefetch_factor": 6, "multiprocessing_context": "fork"} if workers else {}
     return iter(
         DataLoader(
-            source, batch_size=None, sampler=range(begin, len(shapes)), num_workers=workers, pin_memory=pin, **more
+            source, batch_size=None, sampler=range(begin, len(wanted)), num_workers=workers, pin_memory=pin, **more
         )
     )
 

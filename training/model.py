@@ -19,9 +19,10 @@ from paraflash.model.rope import frequencies
 from training import rounding
 from training.sinkhorn import sinkhorn
 from training.streams import collapse, expand
-from training.weights import stored_as, initial, parameter_shapes, rows_of
+from training.tasks import DENSE, HARD, ROUTE_ANY
+from training.weights import initial, parameter_shapes, rows_of, stored_as
 
-
+CONTEXT_WEIGHT = 0.05  # of rows that answer nothing, in the indexer's loss
 Turns = tuple[Tensor, Tensor]  # cos and sin [positions, rope / 2]
 
 
@@ -32,8 +33,7 @@ class Mode:
     round_cache: bool = False  # trained rounding of latents and index vectors (mode R)
     round_weights: bool = False  # weights as the released format stores them
     sparse: bool = False  # the indexer chooses; else every visible compressed entry is attended
-    dense_rows: int = 0  # with `sparse`: this many first sequences of the batch stay dense
-    hard_routes: bool = False  # answers may read only the compressed entries of their route
+    routes: bool = False  # obey the HARD and DENSE flags of the sequences (see tasks.py)
     losses: bool = False  # also gather the indexer's loss and the route penalty
     dtype: torch.dtype = torch.float32  # of matrix products
 
@@ -218,7 +218,7 @@ class Miniature(nn.Module):
         if layer.owns_kv:
             self._compress(w, layer, h, shared, turn, mode)
         if layer.owns_index and (mode.sparse or mode.losses):
-            self._index(w, layer, h, qr, shared, turn, mode)
+            self._index(w, layer, h, qr, shared, turn, mode, routes)
             if shared.selected is not None:
                 extras.chosen[at] = shared.selected
         allowed = None
@@ -226,8 +226,9 @@ class Miniature(nn.Module):
             allowed = (
                 self._visible(h.shape[1], layer.ratio, h.device)[None] if shared.selected is None else shared.selected
             )
-            if mode.hard_routes and routes is not None:
-                allowed = allowed & _may_read(self.config, layer, routes)[..., None]
+            if mode.routes and routes is not None:
+                soft = (routes & HARD) == 0
+                allowed = allowed & (soft | _may_read(self.config, layer, routes))[..., None]
         out, far = attend(q, kv, shared.latents if layer.ratio else None, allowed, w["attn.sink"][at], c.window)
         if mode.losses and far is not None and routes is not None:
             self._note_attention(layer, *far, routes, shared, extras)
@@ -256,7 +257,15 @@ class Miniature(nn.Module):
         shared.keys, shared.latents = key, latent.to(mode.dtype)
 
     def _index(
-        self, w: dict, layer: LayerSpec, h: Tensor, qr: Tensor, shared: _Shared, turn: Turns, mode: Mode
+        self,
+        w: dict,
+        layer: LayerSpec,
+        h: Tensor,
+        qr: Tensor,
+        shared: _Shared,
+        turn: Turns,
+        mode: Mode,
+        routes: Tensor | None,
     ) -> None:
         """Scores all entries and, in sparse mode, chooses (model.md 3.9). The indexer learns from its own loss only."""
         c = self.config
@@ -287,9 +296,8 @@ class Miniature(nn.Module):
                 score = score.masked_fill(~shared.candidates, -math.inf)
             least = score.topk(min(c.index_topk, score.shape[-1]), -1).values[..., -1:]
             chosen = (score >= least) & (score > -math.inf)
-            if mode.dense_rows:
-                dense = torch.arange(len(h), device=h.device) < mode.dense_rows
-                chosen = chosen | (visible & dense[:, None, None])
+            if mode.routes and routes is not None:
+                chosen = chosen | (visible & ((routes & DENSE) > 0)[..., None])
             shared.selected = chosen
 
     def _candidates(self, score: Tensor) -> Tensor:
@@ -319,7 +327,9 @@ class Miniature(nn.Module):
         """Adds compressed attention far [B, T, H, n] to the indexers' targets, its mass [B, T, H] to the route penalty."""
         wrong = ~_may_read(self.config, layer, routes)
         extras.route_loss.append((mass.mean(-1) * wrong).sum() / (wrong.sum() + 1.0))
-        found = far.detach().mean(2, dtype=torch.float32)
+        answers = (routes & ROUTE_ANY) != ROUTE_ANY
+        # What the context's own tokens look up is diffuse and would drown the few rows that must find an entry.
+        found = far.detach().mean(2, dtype=torch.float32) * torch.where(answers, 1.0, CONTEXT_WEIGHT)[..., None]
         sources = [layer.index_owner]
         spec = self.config.layers[layer.index_owner]
         if spec.applies_candidates:  # the blocks its source publishes must hold what this layer reads
@@ -349,7 +359,7 @@ def _may_read(config: ModelConfig, layer: LayerSpec, routes: Tensor) -> Tensor:
     if layer.ratio == 2:
         return (routes & 1) > 0
     owner = config.layers[layer.index_owner] if layer.index_owner is not None else layer
-    return (routes & 2) > 0 if owner.applies_candidates else routes == 3
+    return (routes & 2) > 0 if owner.applies_candidates else (routes & ROUTE_ANY) == ROUTE_ANY
 
 
 def attend(

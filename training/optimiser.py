@@ -25,10 +25,12 @@ def orthogonalise(g: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 class Optimiser:
-    """`rate` scales every group's own learning rate; groups: name -> (kind, learning rate)."""
+    """`rate` scales every group's own learning rate; groups: name -> (kind, learning rate); `decay` is Muon's."""
 
-    def __init__(self, parameters: dict[str, Tensor], groups: dict[str, tuple[str, float]], dtype: torch.dtype):
-        self.parameters, self.groups, self.dtype = parameters, groups, dtype
+    def __init__(
+        self, parameters: dict[str, Tensor], groups: dict[str, tuple[str, float]], dtype: torch.dtype, decay: float
+    ):
+        self.parameters, self.groups, self.dtype, self.decay = parameters, groups, dtype, decay
         device = next(iter(parameters.values())).device
         self.rate = torch.zeros((), device=device)
         self.first = {n: torch.zeros_like(p) for n, p in parameters.items()}
@@ -54,7 +56,7 @@ class Optimiser:
             if kind == "muon":
                 m.lerp_(g, 1 - MUON_MOMENTUM)
                 update = orthogonalise(g.lerp(m, MUON_MOMENTUM), self.dtype).float()
-                update = update * max(1.0, p.shape[-2] / p.shape[-1]) ** 0.5
+                update = update * max(1.0, p.shape[-2] / p.shape[-1]) ** 0.5 + self.decay * p
             else:
                 v = self.second[name]
                 m.lerp_(g, 1 - b1)

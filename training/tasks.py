@@ -16,16 +16,23 @@ from numpy.typing import NDArray
 
 from training import problems
 from training.vocabulary import (
-    ADJECTIVES, ASSISTANT, BOS, END_THINK, EOS, LETTERS, NOUNS, USER, VALUES, pieces, vocabulary,
+    ADJECTIVES,
+    ASSISTANT,
+    BOS,
+    END_THINK,
+    EOS,
+    LETTERS,
+    NOUNS,
+    USER,
+    VALUES,
+    pieces,
+    vocabulary,
 )  # fmt: skip
 
 TASKS = ("pairs", "recall", "ngram", "copy", "sort", "arithmetic")
-ROUTE_NONE, ROUTE_PAIRS, ROUTE_FILTERED, ROUTE_ANY = (
-    0,
-    1,
-    2,
-    3,
-)  # bit 0: ratio-2 layers, bit 1: candidate-filtered layers
+# Routes are bit sets of layer groups: bit 0 the ratio-2 layers, bit 1 the candidate-filtered layers.
+ROUTE_NONE, ROUTE_PAIRS, ROUTE_FILTERED, ROUTE_ANY = 0, 1, 2, 3
+HARD, DENSE = 4, 8  # added to a whole sequence: the route is a mask; all visible entries are attended
 NUM_FACTS, FACT_SEED = 512, 7
 COPY_ALPHABET, COPIED = (*NOUNS, *VALUES), 6
 PROMPT_WORDS = ["Find", "Recite", "Copy", "Sort", "Notes"]
@@ -190,14 +197,22 @@ def recall_sequence(rng: Random, length: int, most: int, task: str) -> Sequence:
     return out
 
 
-def training_batch(seed: int, batch: int, length: int, most: int) -> dict[str, NDArray]:
-    """`batch` sequences of exactly `length` tokens: ids int64, targets int64, weight fp32, task int64, route uint8, each [batch, length]."""
+def training_batch(
+    seed: int, batch: int, length: int, most: int, kinds: str = "prss", hard: float = 1.0, dense: float = 1.0
+) -> dict[str, NDArray]:
+    """`batch` sequences of exactly `length` tokens, each array [batch, length]: ids, targets and task int64, weight
+    fp32, route uint8. `kinds` names the rows in turn (pairs, recall, short tasks); `hard` and `dense` are the
+    probabilities of a sequence's flags.
+    """
     rng = Random(seed)
     pad = vocab()[EOS]
     rows: list[Sequence] = []
+    flags = []
     for i in range(batch):
-        kind = i % 4
-        rows.append(short_sequence(rng, length) if kind >= 2 else recall_sequence(rng, length, most, TASKS[kind]))
+        kind = kinds[i % len(kinds)]
+        task = "pairs" if kind == "p" else "recall"
+        rows.append(short_sequence(rng, length) if kind == "s" else recall_sequence(rng, length, most, task))
+        flags.append(HARD * (rng.random() < hard) + DENSE * (rng.random() < dense))
     out = {
         "ids": np.full((batch, length + 1), pad, np.int64),
         "weight": np.zeros((batch, length), np.float32),
@@ -210,6 +225,7 @@ def training_batch(seed: int, batch: int, length: int, most: int) -> dict[str, N
         out["weight"][i, :n] = row.weight[:n]
         out["task"][i, :n] = row.task[:n]
         out["route"][i, :n] = row.route[:n]
+    out["route"] += np.array(flags, np.uint8)[:, None]
     out["targets"] = out["ids"][:, 1:].copy()
     out["ids"] = out["ids"][:, :-1].copy()
     return out

@@ -12,7 +12,18 @@ from pathlib import Path
 from random import Random
 
 from training.tasks import (
-    TASKS, Turn, arithmetic_turn, code_records, copy_turn, encode, facts, joined, look_up, ngram_turn, pair_records, prompt_ids,
+    TASKS,
+    Turn,
+    arithmetic_turn,
+    code_records,
+    copy_turn,
+    encode,
+    facts,
+    joined,
+    look_up,
+    ngram_turn,
+    pair_records,
+    prompt_ids,
     sort_turn,
 )  # fmt: skip
 

@@ -1,7 +1,7 @@
-"""Trains the miniature: `python -m training.train --out FOLDER [--minutes M] [--steps N] [--small]`.
+"""Trains the miniature: `python -m training.train --stage 1 --out A`, then `--stage 2 --start A --out B`.
 
-The schedule counts steps, so a run is a function of seed and steps; `--minutes` only stops it early (the last phase
-then starts as late as planned, so plan steps for the machine). Writes log.jsonl and weights-*.safetensors into FOLDER.
+The schedule counts steps, so a run is a function of seed and steps; `--minutes` only stops it early. Writes log.jsonl
+and weights-*.safetensors into the folder.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ import argparse
 import json
 import time
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +22,7 @@ from torch import Tensor
 from paraflash.config.model import ModelConfig, parse_config
 from paraflash.model.engram_hash import token_map
 from training.config import raw_config
-from training.data import Shape, batches, problem_batches
+from training.data import Batch, Shape, batches, problem_batches
 from training.model import Miniature, Mode
 from training.optimiser import Optimiser
 from training.tasks import TASKS, vocab
@@ -30,48 +30,70 @@ from training.testset import test_problems
 from training.vocabulary import write_tokenizer
 from training.weights import stored_as
 
-ROUTE_PENALTY, BALANCE = 0.5, 2e-3
-Key = tuple[Shape, Mode]
+ROUTE_PENALTY, BALANCE = 0.15, 2e-3
+STEPS = {1: 2150, 2: 3800}
 
 
-def schedule(step: int, steps: int, small: bool, dtype: torch.dtype) -> Key:
-    """Batch shape and forward mode of a step: short and dense first, then longer, rounded, and sparse."""
+@dataclass(frozen=True)
+class Step:
+    """One training step: what the batch holds, how the forward runs, and the learning rate."""
+
+    batch: Batch
+    mode: Mode
+    rate: float
+
+    @property
+    def key(self) -> tuple[Shape, Mode]:
+        """What a captured graph depends on."""
+        return self.batch.shape, self.mode
+
+
+def ramp(done: float, begin: float, end: float) -> float:
+    """0 before `begin`, 1 after `end`, linear between."""
+    return min(1.0, max(0.0, (done - begin) / (end - begin)))
+
+
+def schedule(stage: int, step: int, steps: int, small: bool, dtype: torch.dtype) -> Step:
+    """Stage 1 learns the tasks with dense attention and hard routes, in short sequences. Stage 2 trains the indexers,
+    releases the routes, lets the indexers choose, and rounds the weights; sequence by sequence, since the jumps are
+    large."""
     done = step / steps
-    mode = Mode(losses=done >= 0.3, dtype=dtype, hard_routes=done < 0.45)
-    mode = replace(mode, round_cache=done >= 0.35, sparse=done >= 0.55, round_weights=done >= 0.65)
-    if small:
-        return Shape(16, 256, 256), replace(mode, dense_rows=4 if mode.sparse else 0)
-    if done < 0.30:
-        shape = Shape(32, 512, 512)
-    elif done >= 0.60 and step % 16 == 15:
-        shape = Shape(4, 4096, 4096)
-    elif done >= 0.45 and step % 4 == 3:
-        shape = Shape(8, 2048, 2048)
-    else:
-        shape = Shape(16, 1024, 1024)
-    return shape, replace(mode, dense_rows=shape.batch // 4 if mode.sparse else 0)
+    warm = min(1.0, (step + 1) / 100)
+    mode = Mode(routes=True, dtype=dtype)
+    if stage == 1:
+        shape = Shape(32, 512) if done < 0.795 else Shape(16, 1024)
+        mode = replace(mode, losses=done >= 0.795, round_cache=done >= 0.928)
+        return Step(Batch(Shape(16, 256) if small else shape), mode, warm)
+    shape = Shape(16, 1024)
+    if step % 16 == 15 and done >= 0.5:
+        shape = Shape(4, 4096)
+    elif step % 4 == 3:
+        shape = Shape(8, 2048)
+    mode = replace(mode, losses=True, round_cache=True, sparse=done >= 0.35, round_weights=done >= 0.6)
+    batch = Batch(
+        Shape(16, 256) if small else shape,
+        kinds="pprsprps",
+        hard=1 - ramp(done, 0.05, 0.4),
+        dense=1 - 0.85 * ramp(done, 0.35, 0.6),
+    )
+    return Step(batch, mode, warm * 0.6 * (1 - 0.97 * ramp(done, 0.4, 1.0)))
 
 
-def learning_rate(step: int, steps: int) -> float:
-    """Warm-up, plateau, then linear decay over the last half."""
-    return min(1.0, (step + 1) / 100) * min(1.0, max(0.02, (1 - step / steps) / 0.5))
-
-
-def parameter_groups(names: list[str]) -> dict[str, tuple[str, float]]:
-    """Optimiser and learning rate of every parameter."""
+def parameter_groups(names: list[str], stage: int) -> dict[str, tuple[str, float]]:
+    """Optimiser and learning rate of every parameter; stage 2 is gentle with what steers the streams and experts."""
+    small, steering, rows, tables = (4e-3, 2e-3, 4e-3, 1e-2) if stage == 1 else (1e-3, 5e-4, 1e-3, 3e-3)
     out = {}
     for name in names:
-        form, matrix = stored_as(name)
         if name.startswith("engram.embed"):
-            out[name] = ("adam", 1e-2)
+            out[name] = ("adam", tables)
         elif name in ("embed", "head"):
-            out[name] = ("adam", 4e-3)
-        elif matrix and name not in ("indexer.weights_proj",):
-            out[name] = ("muon", 1.2e-2)
+            out[name] = ("adam", rows)
         elif name in ("hc_attn_fn", "hc_ffn_fn", "ffn.gate", "indexer.weights_proj"):
-            out[name] = ("adam", 2e-3)
+            out[name] = ("adam", steering)
+        elif stored_as(name)[1]:
+            out[name] = ("muon", 1.2e-2)
         else:
-            out[name] = ("adam", 4e-3)
+            out[name] = ("adam", small)
     return out
 
 
@@ -91,18 +113,23 @@ def loss_and_counts(model: Miniature, batch: dict[str, Tensor], mode: Mode) -> t
         counts[:-1, 0].scatter_add_(0, place, right.flatten())
         counts[:-1, 1].scatter_add_(0, place, counted.flatten())
         counts[-1, 0], counts[-1, 1] = answer, index
-    total = answer + index + (0.0 if mode.hard_routes else ROUTE_PENALTY) * route
+    total = answer + index + ROUTE_PENALTY * route
     return total, counts, torch.stack(extras.loads)
 
 
 class Trainer:
     """Owns model and optimiser; on a GPU each kind of step is captured once as a CUDA graph and replayed."""
 
-    def __init__(self, model: Miniature, graphs: bool):
+    def __init__(self, model: Miniature, graphs: bool, stage: int):
         self.model, self.graphs = model, graphs
         self.device = next(model.parameters()).device
         dtype = torch.bfloat16 if self.device.type == "cuda" else torch.float32
-        self.optimiser = Optimiser(model.parameters_by_name, parameter_groups(list(model.parameters_by_name)), dtype)
+        self.optimiser = Optimiser(
+            model.parameters_by_name,
+            parameter_groups(list(model.parameters_by_name), stage),
+            dtype,
+            decay=0.0 if stage == 1 else 0.1,
+        )
         self.counts = torch.zeros(len(TASKS) + 1, 2, device=self.device)
         self._captured: dict[str, tuple[Any, dict[str, Tensor]]] = {}
         self._eager: dict[str, int] = {}
@@ -118,8 +145,8 @@ class Trainer:
             bias = self.model.parameters_by_name["ffn.gate_bias"]
             bias += BALANCE * self.optimiser.rate * torch.sign(loads.mean(-1, keepdim=True) - loads)
 
-    def step(self, batch: dict[str, Tensor], key: Key) -> None:
-        shape, mode = key
+    def step(self, batch: dict[str, Tensor], key: tuple[Shape, Mode]) -> None:
+        mode = key[1]
         if not self.graphs:
             self._step({k: v.to(self.device, non_blocking=True) for k, v in batch.items()}, mode)
             return
@@ -204,6 +231,13 @@ def load(model: Miniature, folder: Path) -> None:
             p.copy_(found[name])
 
 
+def clone(value: Any) -> Any:
+    """A copy of nested dicts of tensors."""
+    if isinstance(value, dict):
+        return {k: clone(v) for k, v in value.items()}
+    return value.detach().clone() if isinstance(value, Tensor) else value
+
+
 def prepare(folder: Path, small: bool) -> tuple[dict[str, Any], ModelConfig, Any]:
     """Writes tokenizer and config.json into `folder`; returns raw config, config and the Engram token map."""
     write_tokenizer(folder, vocab())
@@ -221,8 +255,17 @@ def run(options: argparse.Namespace, say: Callable[[str], None] = print) -> None
     begin = state.get("step", 0)
     device = torch.device("cuda" if torch.cuda.is_available() and not options.cpu else "cpu")
     dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
-    keys = [schedule(s, options.steps, options.small, dtype) for s in range(options.steps)]
-    source = batches(config, mapping, [k[0] for k in keys], options.seed, options.workers, device.type == "cuda", begin)
+    steps = options.steps or STEPS[options.stage]
+    plan = [schedule(options.stage, s, steps, options.small, dtype) for s in range(steps)]
+    source = batches(
+        config,
+        mapping,
+        [s.batch for s in plan],
+        options.seed + options.stage,
+        options.workers,
+        device.type == "cuda",
+        begin,
+    )
     first = next(source)  # starts the workers before the GPU is touched
     tests = (
         {t: problem_batches(config, mapping, test_problems(t, options.problems), 32768) for t in TASKS}
@@ -233,7 +276,9 @@ def run(options: argparse.Namespace, say: Callable[[str], None] = print) -> None
     torch.backends.cuda.matmul.allow_tf32 = True
     model = Miniature(config, options.seed).to(device)
     model.parameters_by_name = {n: getattr(model, n.replace(".", "__")) for n in model.parameters_by_name}
-    trainer = Trainer(model, graphs=device.type == "cuda" and not options.eager)
+    if options.start:
+        load(model, options.start)
+    trainer = Trainer(model, device.type == "cuda" and not options.eager, options.stage)
     if state:
         trainer.restore(state)
     log = (options.out / "log.jsonl").open("a", encoding="utf-8")
@@ -255,31 +300,37 @@ def run(options: argparse.Namespace, say: Callable[[str], None] = print) -> None
             record({"eval": label, "weights": "released format" if rounded else "fp32", **got})
         torch.backends.cuda.matmul.allow_tf32 = kept
 
-    phase, last = "", time.monotonic()
-    for step, key in enumerate(keys[begin:], begin):
+    mode, last = None, time.monotonic()
+    healthy, best = clone(trainer.state(begin)), float("inf")
+    for step, now in enumerate(plan[begin:], begin):
         batch = first if step == begin else next(source)
-        if repr(key[1])[: repr(key[1]).index("dense_rows")] != phase:
-            phase = repr(key[1])[: repr(key[1]).index("dense_rows")]
+        if now.mode != mode:
+            mode = now.mode
             if device.type == "cuda":
-                trainer.drop_graphs(phase)
-            record({"step": step, "phase": phase})
-        trainer.optimiser.rate.fill_(learning_rate(step, options.steps))
-        trainer.step(batch, key)
+                trainer.drop_graphs(repr(mode))
+            record({"step": step, "mode": [k for k, v in vars(mode).items() if v is True]})
+        trainer.optimiser.rate.fill_(now.rate)
+        trainer.step(batch, now.key)
         if (step + 1) % options.report == 0:
             counts = trainer.counts.tolist()
             trainer.counts.zero_()
+            loss = counts[-1][0] / options.report
             shown = {t: round(right / max(asked, 1.0), 4) for t, (right, asked) in zip(TASKS, counts, strict=False)}
             pace = round(1000 * (time.monotonic() - last) / options.report, 1)
             last = time.monotonic()
-            record(
-                {
-                    "step": step + 1,
-                    "ms": pace,
-                    "loss": round(counts[-1][0] / options.report, 4),
-                    "index": round(counts[-1][1] / options.report, 3),
-                    **shown,
-                }
-            )
+            row = {
+                "step": step + 1,
+                "ms": pace,
+                "loss": round(loss, 4),
+                "index": round(counts[-1][1] / options.report, 3),
+            }
+            record({**row, **shown, "hard": round(now.batch.hard, 2), "dense": round(now.batch.dense, 2)})
+            if loss > 2 * best + 0.3 or loss != loss:  # a blow-up: go back, and go on with other batches
+                trainer.restore(healthy)
+                record({"step": step + 1, "restored": healthy["step"]})
+            else:
+                best = min(best * 1.1, loss)
+                healthy = clone(trainer.state(step + 1))
             if time.monotonic() - begun > options.minutes * 60 - options.reserve:
                 break
         if tests and options.evaluate and (step + 1) % options.evaluate == 0:
@@ -295,7 +346,9 @@ def run(options: argparse.Namespace, say: Callable[[str], None] = print) -> None
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, required=True)
-    parser.add_argument("--steps", type=int, default=8000)
+    parser.add_argument("--stage", type=int, choices=(1, 2), default=1)
+    parser.add_argument("--steps", type=int, default=0, help="steps of the stage; 0: the recipe's number")
+    parser.add_argument("--start", type=Path, default=None, help="folder with the weights that stage 1 wrote")
     parser.add_argument(
         "--state", type=Path, default=None, help="file to continue from if it exists; written at the end"
     )

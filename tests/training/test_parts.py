@@ -8,12 +8,14 @@ import pytest
 import torch
 from tokenizers import Tokenizer
 
-from paraflash.checkpoint.quant import fp8_block_dequant, fp8_block_quant
 from paraflash import formats as engine
+from paraflash.checkpoint.quant import fp8_block_dequant, fp8_block_quant
 from training import problems, rounding, tasks, testset
-from training.data import Shape
+from training.data import Shape, batches
+from training.model import Miniature
 from training.optimiser import orthogonalise
 from training.sinkhorn import backward_reference, forward_reference
+from training.train import Trainer, prepare, schedule
 from training.vocabulary import tokenizer_json
 
 
@@ -125,19 +127,18 @@ def test_far_problems_keep_their_distances() -> None:
         assert 64 <= distance <= 127
 
 
-def test_one_step_in_every_phase_changes_all_parameters_by_finite_amounts(tmp_path) -> None:
-    from training.train import Trainer, batches, prepare, schedule
-    from training.model import Miniature
-
+@pytest.mark.parametrize("stage", [1, 2])
+def test_one_step_in_every_phase_changes_all_parameters_by_finite_amounts(tmp_path, stage: int) -> None:
     _, config, mapping = prepare(tmp_path, small=True)
-    phases = dict.fromkeys(schedule(s, 40, True, torch.float32)[1] for s in range(40))
-    shape = Shape(2, 160, 160)
+    steps = [schedule(stage, s, 40, True, torch.float32) for s in range(40)]
+    phases = {s.mode: s.batch for s in steps}
+    wanted = [replace(batch, shape=Shape(3, 160)) for batch in phases.values()]
     with torch.enable_grad():
-        trainer = Trainer(Miniature(config), graphs=False)
+        trainer = Trainer(Miniature(config), graphs=False, stage=stage)
         trainer.optimiser.rate.fill_(0.01)
         before = {n: p.detach().clone() for n, p in trainer.model.parameters_by_name.items()}
-        for mode, batch in zip(phases, batches(config, mapping, [shape] * len(phases), 1, 0, False), strict=True):
-            trainer.step(batch, (shape, replace(mode, dense_rows=min(mode.dense_rows, 1))))
+        for mode, batch in zip(phases, batches(config, mapping, wanted, 1, 0, False), strict=True):
+            trainer.step(batch, (wanted[0].shape, mode))
     for name, parameter in trainer.model.parameters_by_name.items():
         assert parameter.isfinite().all(), name
         assert not torch.equal(parameter, before[name]), name
