@@ -16,6 +16,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from torch import Tensor
+
     from paraflash.bench.timed import Ceilings
     from paraflash.engine.messages import StepInput
     from paraflash.engine.runner import ModelRunner
@@ -56,7 +58,6 @@ def run(args: argparse.Namespace) -> int:
 def alone(tp: int, pcp: int, rank: int) -> Mesh:
     """The mesh of one rank of tp * pcp without the others: gathers repeat its rows, sums are copies."""
     import torch
-    from torch import Tensor
 
     from paraflash.parallel.mesh import Group, Mesh
 
@@ -85,6 +86,7 @@ def make_runner(args: argparse.Namespace, ceilings: Ceilings) -> ModelRunner:
     from paraflash.bench.timed import TimedKernels
     from paraflash.config.engine import EngineConfig
     from paraflash.config.model import load_config
+    from paraflash.engine.engram_rows import EngramRows
     from paraflash.engine.runner import ModelRunner
 
     model = load_config(args.model, args.hf_overrides)
@@ -109,7 +111,35 @@ def make_runner(args: argparse.Namespace, ceilings: Ceilings) -> ModelRunner:
     runner = ModelRunner(config, model, mesh)
     runner.kernels = TimedKernels(runner.kernels, ceilings)  # type: ignore[assignment]
     runner.load()
+    runner.engram = EngramRows([HostTable(model.engram_head_dim, n) for n in model.engram_rows], mesh.device)
     return runner
+
+
+class HostTable:
+    """An Engram table's cost without its bytes: `rows` rows, all of which share a smaller table in host memory."""
+
+    HELD = 1 << 20
+
+    def __init__(self, dim: int, rows: int):
+        import numpy as np
+
+        draw = np.random.default_rng(dim)
+        self.rows, self.dim, self.row_bytes, self.scale_bytes = rows, dim, dim, dim // 32
+        self._raw = draw.integers(0, 120, (self.HELD, self.row_bytes), np.uint8)  # e4m3 codes of finite values
+        self._scale = draw.integers(117, 121, (self.HELD, self.scale_bytes), np.uint8)
+
+    def gather(self, ids: Any, raw: Any, scale: Any) -> None:
+        import numpy as np
+
+        np.take(self._raw, ids % self.HELD, axis=0, out=raw, mode="clip")
+        np.take(self._scale, ids % self.HELD, axis=0, out=scale, mode="clip")
+
+    def decode(self, raw: Tensor, scale: Tensor) -> Tensor:
+        import torch
+
+        from paraflash.checkpoint.quant import row_dequant
+
+        return row_dequant(raw.view(torch.float8_e4m3fn), scale).to(torch.bfloat16)
 
 
 def prefill_steps(vocab: int, length: int, budget: int) -> list[StepInput]:
@@ -161,19 +191,21 @@ def decode_step(vocab: int, rows: int, context: int) -> StepInput:
     return StepInput(0, requests)
 
 
-def seconds_of(runner: ModelRunner, steps: list[StepInput], repeat: int) -> list[float]:
-    """Median wall time of the whole run of steps, host included, after one untimed run."""
+def seconds_of(runner: ModelRunner, steps: list[StepInput], repeat: int) -> tuple[float, float]:
+    """Median over `repeat` runs of all steps, after one untimed run: seconds until the GPU is done, and of these the
+    seconds in which the host issued work."""
     import torch
 
-    times = []
+    times, issued = [], []
     for _ in range(repeat + 1):
         torch.cuda.synchronize()
         start = time.perf_counter()
         for step in steps:
             runner.execute(step)
+        issued.append(time.perf_counter() - start)
         torch.cuda.synchronize()
         times.append(time.perf_counter() - start)
-    return times[1:]
+    return statistics.median(times[1:]), statistics.median(issued[1:])
 
 
 def exchange_of(runner: ModelRunner, steps: list[StepInput], hardware: Any) -> dict[str, float]:
@@ -236,7 +268,7 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
     works = [("prefill", n, prefill_steps(model.vocab_size, n, args.max_num_batched_tokens), n) for n in args.input_len]
     works += [("decode", n, [decode_step(model.vocab_size, n, args.decode_context)], n) for n in args.decode]
     for kind, size, steps, tokens in works:
-        wall = statistics.median(seconds_of(runner, steps, args.repeat))
+        wall, issued = seconds_of(runner, steps, args.repeat)
         exchange = exchange_of(runner, steps, hardware)
         total = wall + sum(exchange.values())
         kernels.recording = True
@@ -252,13 +284,15 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
             "size": size,
             "steps": len(steps),
             "wall_seconds": wall,
+            "host_seconds": issued,
             "exchange_seconds": exchange,
             "tokens_per_second": tokens / total,
             "last_step_seconds": last,
             "operations": [asdict(r) for r in rows],
         }
         modelled = f"{sum(exchange.values()) * 1e3:.2f} ms of exchange (modelled)"
-        print(f"{place}, {kind} {size}: {wall * 1e3:.2f} ms + {modelled} = {tokens / total:.0f} tok/s")
+        spent = f"{wall * 1e3:.2f} ms (host {issued * 1e3:.2f})"
+        print(f"{place}, {kind} {size}: {spent} + {modelled} = {tokens / total:.0f} tok/s")
         print(format_rows(rows, last))
         if args.kernels:
             busy, events = busy_of(runner, steps[-1:])

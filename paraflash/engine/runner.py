@@ -24,6 +24,7 @@ from paraflash.checkpoint.memory import available_memory
 from paraflash.checkpoint.tensors import expert_range
 from paraflash.config.engine import EngineConfig
 from paraflash.config.model import ModelConfig
+from paraflash.engine.engram_rows import EngramRows
 from paraflash.engine.messages import Sampled, SampleSpec, StepInput, StepOutput, StepRequest, TokenLogprobs
 from paraflash.engine.sampler import prompt_logprobs, sample
 from paraflash.kernels import make_kernels
@@ -79,6 +80,7 @@ class ModelRunner:
                 self.token_map = np.arange(model.vocab_size, dtype=np.int64) % model.engram_compressed_vocab_size
             else:
                 self.token_map = engram_hash.load_token_map(path, model)
+        self.engram = EngramRows(self.tables, mesh.device)
         self.weight_bytes = sum(w.nbytes for w in weights.values())
         self.transformer = Transformer(model, weights, self.kernels, self.numerics, mesh, ep_first)
         del weights
@@ -179,6 +181,8 @@ class ModelRunner:
         requests, model, mesh = step.requests, self.model_config, self.mesh
         spans = spans_of(requests)
         plan = plan_of(spans, mesh.pcp.size)
+        local = plan.rows[mesh.pcp.rank]
+        engram_rows = self._engram_rows(requests, local)
         batch = build_batch(spans, plan, model, mesh, self.config.block_size)
         kept = [
             s.length if r.kept_rows < 0 else min(r.kept_rows, s.length) for r, s in zip(requests, spans, strict=True)
@@ -186,11 +190,10 @@ class ModelRunner:
         trailing = None
         if any(k < s.length for k, s in zip(kept, spans, strict=True)):
             trailing = build_trailing(spans, kept, batch, model, mesh, self.config.block_size)
-        local = plan.rows[mesh.pcp.rank]
         token_ids = np.concatenate([r.token_ids for r in requests]).astype(np.int64)[local]
         hidden = self.transformer.forward(
             to_device(token_ids, mesh.device),
-            self._engram_rows(requests, local),
+            engram_rows,
             batch,
             self.cache,
             trailing,
@@ -214,7 +217,7 @@ class ModelRunner:
         ]
         ids = engram_hash.hash_windows(model, self.token_map, np.concatenate(windows)[local])
         self.transformer.probe("engram.hash_ids", ids)
-        return lambda n: self.tables[n].lookup(ids[:, n]).flatten(1).to(self.mesh.device)
+        return self.engram.start(ids)
 
     def _finish(self, step: StepInput, hidden: Tensor, batch: LocalBatch) -> StepOutput | None:
         """Gathers the rows whose logits are wanted and turns them into tokens on rank 0."""

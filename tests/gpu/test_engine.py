@@ -1,4 +1,4 @@
-"""The golden models on a GPU: every topology's ranks are threads that share the GPU, so shapes and caches are true ones.
+"""The golden models on a GPU: the ranks of a topology are threads that share it, so shapes and caches are true ones.
 
 fp32 steps must give the golden logits of mode R0; bf16 steps take the fast kernels and must stay close to mode R.
 """
@@ -39,7 +39,7 @@ class Runner(ModelRunner):
 
 
 def logits_of(name: str, tp: int, pcp: int, dtype: str, kv: str, rounding: str, chunks: list[list[int]]) -> Tensor:
-    """Logits [tokens, vocab] of one request that is run in these chunks of token ids, beside a second, equal request."""
+    """Logits [tokens, vocab] of one request that runs in these chunks of token ids, beside a second, equal request."""
     model = load_config(GOLDEN / name)
     config = EngineConfig(
         model=str(GOLDEN / name),
@@ -82,8 +82,11 @@ def logits_of(name: str, tp: int, pcp: int, dtype: str, kv: str, rounding: str, 
                 )
                 for slot in (0, 1)
             ]
-            out = list(pool.map(lambda r, s=StepInput(0, requests): r.execute(s), runners))[0]
-            rows += out.prompt_logprobs["1"]
+            step = StepInput(0, requests)
+            outputs = [pool.submit(r.execute, step) for r in runners]
+            found, *_ = [o.result() for o in outputs]
+            assert found is not None
+            rows += found.prompt_logprobs["1"]
             done += chunk
         hashes = list(pool.map(lambda r: r.cache_hash(), runners))
     assert len(set(hashes)) == 1, "all ranks hold the same caches"

@@ -76,6 +76,11 @@ def error(found: Tensor, wanted: Tensor) -> float:
     return float((found.double() - wanted).norm() / wanted.norm().clamp_min(1e-30))
 
 
+def near(found: Tensor, wanted: Tensor, limit: float) -> None:
+    measured = error(found, wanted)
+    assert measured < limit, f"error {measured:.2e}, allowed {limit:.2e}"
+
+
 def differing(found: Tensor, wanted: Tensor, tolerance: float = 1e-2) -> float:
     """Share of values off by more than `tolerance` of themselves."""
     assert found.shape == wanted.shape and found.dtype == wanted.dtype

@@ -8,7 +8,7 @@ import torch
 
 from paraflash.cache.records import PlainRecord
 from paraflash.kernels.reference import reference_kernels
-from tests.kernels.cases import Maker, Sizes, differing, error, experts, index_rows, plain_pool, values_of
+from tests.kernels.cases import Maker, Sizes, differing, experts, index_rows, near, plain_pool, values_of
 
 REFERENCE = reference_kernels()
 # bf16 stores 8 significant bits; sums of many products differ by their order on top.
@@ -19,32 +19,30 @@ def check_norm_and_streams(kernels: Any, m: Maker, s: Sizes) -> None:
     limit = LIMIT[m.dtype]
     streams = m.normal(s.rows, s.streams, s.hidden)
     weight, pre = m.normal(s.hidden), m.normal(s.rows, s.streams, dtype=torch.float32)
-    assert error(kernels.rms_norm(streams, weight, 1e-20), REFERENCE.rms_norm(streams, weight, 1e-20)) < limit
+    near(kernels.rms_norm(streams, weight, 1e-20), REFERENCE.rms_norm(streams, weight, 1e-20), limit)
     mixes = s.streams * (s.streams + 2)
     fn = m.normal(mixes, s.streams * s.hidden, scale=(s.streams * s.hidden) ** -0.5, dtype=torch.float32)
     scale, base = m.normal(3, dtype=torch.float32), m.normal(mixes, dtype=torch.float32)
     found = kernels.hc_mixes(streams, fn, scale, base, 20, 1e-6, 1e-20)
     wanted = REFERENCE.hc_mixes(streams, fn, scale, base, 20, 1e-6, 1e-20)
     for a, b in zip(found, wanted, strict=True):
-        assert error(a, b) < 2e-5
+        near(a, b, 2e-5)
     _, post, comb = wanted
-    assert (
-        error(kernels.hc_collapse(streams, pre, weight, 1e-20), REFERENCE.hc_collapse(streams, pre, weight, 1e-20))
-        < limit
-    )
+    collapsed = REFERENCE.hc_collapse(streams, pre, weight, 1e-20)
+    near(kernels.hc_collapse(streams, pre, weight, 1e-20), collapsed, limit)
     y = m.normal(s.rows, s.hidden)
-    assert error(kernels.hc_expand(y, streams, post, comb), REFERENCE.hc_expand(y, streams, post, comb)) < limit
+    near(kernels.hc_expand(y, streams, post, comb), REFERENCE.hc_expand(y, streams, post, comb), limit)
     u = m.normal(s.rows, (s.streams + 1) * s.hidden)
     q_weight, k_weight = m.normal(s.streams, s.hidden), m.normal(s.streams, s.hidden)
     found = kernels.engram_write(streams, u, q_weight, k_weight, 1e-20)
-    assert error(found, REFERENCE.engram_write(streams, u, q_weight, k_weight, 1e-20)) < limit
+    near(found, REFERENCE.engram_write(streams, u, q_weight, k_weight, 1e-20), limit)
 
 
 def check_rope(kernels: Any, m: Maker, s: Sizes) -> None:
     x, table = m.normal(s.rows, s.heads, s.head_dim), m.rotary(s.rows, s.rope)
     for inverse in (False, True):
         wanted = REFERENCE.rope(x, table, inverse)
-        assert error(kernels.rope(x.clone(), table, inverse), wanted) < LIMIT[m.dtype]
+        near(kernels.rope(x.clone(), table, inverse), wanted, LIMIT[m.dtype])
 
 
 def check_cache_rows(kernels: Any, m: Maker, s: Sizes) -> None:
@@ -65,7 +63,7 @@ def check_cache_rows(kernels: Any, m: Maker, s: Sizes) -> None:
         q = m.normal(s.rows, s.index_heads, s.index_dim)
         assert differing(kernels.index_queries(q, table, trained), REFERENCE.index_queries(q, table, trained)) < 2e-3
     pairs = m.normal(s.rows, 2 * s.head_dim, dtype=torch.float32), m.normal(s.rows, 2 * s.head_dim, dtype=torch.float32)
-    assert error(kernels.pool_pairs(*pairs), REFERENCE.pool_pairs(*pairs)) < 1e-6
+    near(kernels.pool_pairs(*pairs), REFERENCE.pool_pairs(*pairs), 1e-6)
 
 
 def check_linears(kernels: Any, m: Maker, s: Sizes) -> None:
@@ -73,23 +71,18 @@ def check_linears(kernels: Any, m: Maker, s: Sizes) -> None:
     x, weight = m.normal(s.rows, s.hidden), m.normal(s.head_dim, s.hidden, scale=s.hidden**-0.5)
     for rounded in (False, True):
         found, wanted = kernels.linear(x, weight, rounded), REFERENCE.linear(x.float(), weight.float(), rounded)
-        assert error(found, wanted.to(m.dtype)) < limit
+        near(found, wanted.to(m.dtype), limit)
         again = x.clone()  # another tensor of the same values must not find the first one's copy by chance
         again[:, 0] += 1
-        assert (
-            error(
-                kernels.linear(again, weight, rounded),
-                REFERENCE.linear(again.float(), weight.float(), rounded).to(m.dtype),
-            )
-            < limit
-        )
-    assert error(kernels.linear_fp32(x, weight), REFERENCE.linear_fp32(x, weight)) < 2e-5
+        wanted = REFERENCE.linear(again.float(), weight.float(), rounded).to(m.dtype)
+        near(kernels.linear(again, weight, rounded), wanted, limit)
+    near(kernels.linear_fp32(x, weight), REFERENCE.linear_fp32(x, weight), 2e-5)
     o, wo_a = m.normal(s.rows, 4, s.head_dim), m.normal(4, 64, s.head_dim, scale=s.head_dim**-0.5)
     for rounded in (False, True):
         wanted = REFERENCE.grouped_output(o.float(), wo_a.float(), rounded)
-        assert error(kernels.grouped_output(o, wo_a, rounded), wanted.to(m.dtype)) < limit
+        near(kernels.grouped_output(o, wo_a, rounded), wanted.to(m.dtype), limit)
     gate, up = m.normal(s.rows, s.inner, scale=8.0), m.normal(s.rows, s.inner, scale=8.0)
-    assert error(kernels.swiglu(gate, up, 10.0), REFERENCE.swiglu(gate, up, 10.0)) < limit
+    near(kernels.swiglu(gate, up, 10.0), REFERENCE.swiglu(gate, up, 10.0), limit)
 
 
 def check_attention(kernels: Any, m: Maker, s: Sizes, arena: bool) -> None:
@@ -120,7 +113,7 @@ def check_attention(kernels: Any, m: Maker, s: Sizes, arena: bool) -> None:
     for which, chosen in ((pool, slots), (None, None)):
         found = kernels.attend(q, keys, window_index, which, chosen, sink, scale)
         wanted = REFERENCE.attend(q.float(), wanted_keys, window_index, which, chosen, sink, scale)
-        assert error(found, wanted.to(m.dtype)) < LIMIT[m.dtype]
+        near(found, wanted.to(m.dtype), LIMIT[m.dtype])
 
 
 def check_selection(
@@ -162,7 +155,7 @@ def check_router(kernels: Any, m: Maker, s: Sizes) -> None:
         wanted_ids, wanted = REFERENCE.route(h, gate, bias, s.topk, 1.5, renormalise, 1.0)
         same = (ids == wanted_ids).all(1)
         assert same.double().mean() > 0.99
-        assert error(weights[same], wanted[same]) < 1e-5
+        near(weights[same], wanted[same], 1e-5)
     tied = torch.zeros(s.rows, s.hidden, device=m.device, dtype=m.dtype)
     ids, _ = kernels.route(tied, gate, torch.zeros_like(bias), s.topk, 1.5, True, 1.0)
     assert (ids == torch.arange(s.topk, device=m.device)).all()
@@ -176,4 +169,5 @@ def check_experts(kernels: Any, m: Maker, s: Sizes, local: int, first: int) -> N
     packed, values = kernels.pack_experts(own), values_of(own, m.dtype)
     for rounded in (False, True):
         found = kernels.experts(h, ids, weights, packed, 10.0, rounded)
-        assert error(found, REFERENCE.experts(h, ids, weights, values, 10.0, rounded)) < 2 * LIMIT[m.dtype]
+        # A value that lands on the next e4m3 code is off by up to 1/16, and sums in another order move some there.
+        near(found, REFERENCE.experts(h, ids, weights, values, 10.0, rounded), (5 if rounded else 2) * LIMIT[m.dtype])
