@@ -11,6 +11,7 @@ import importlib
 SUBCOMMANDS = {
     "serve": ("paraflash.bench.serve", "load on an OpenAI-compatible server"),
     "sweep": ("paraflash.bench.sweep", "start the server for each topology, measure a matrix, write one report"),
+    "offline": ("paraflash.bench.offline", "prefill and decode rates of the engine itself, without a server"),
     "rank": ("paraflash.bench.rank", "one rank's share of a topology on one GPU, with modelled exchange"),
 }
 

@@ -117,7 +117,8 @@ class ModelRunner:
         self.cache = self._make_cache(used + 1, 1)
         torch.cuda.reset_peak_memory_stats(self.mesh.device)
         before = torch.cuda.memory_allocated(self.mesh.device)
-        self.execute(largest_step(tokens, model.vocab_size, used))
+        for rows in sorted({min(n, tokens) for n in (1, 512, 2048, tokens)}):
+            self.execute(prompt_step(rows, model.vocab_size, used))
         torch.cuda.synchronize(self.mesh.device)
         peak = torch.cuda.max_memory_allocated(self.mesh.device) - before
         del self.cache
@@ -263,11 +264,11 @@ class ModelRunner:
         return found
 
 
-def largest_step(tokens: int, vocab_size: int, blocks: int) -> StepInput:
+def prompt_step(tokens: int, vocab_size: int, blocks: int) -> StepInput:
     """One prompt of `tokens` tokens in KV blocks 1.., sampled at its end."""
     ids = (np.arange(tokens) % vocab_size).astype(np.int32)
     request = StepRequest(
-        request_id="largest",
+        request_id="measured",
         slot=0,
         token_ids=ids,
         lookback=ids[:0],

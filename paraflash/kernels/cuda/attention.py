@@ -18,7 +18,7 @@ FLASH_HEADS, FLASH_WIDTH, FLASH_KEYS = 64, 512, 128  # what FlashMLA takes: head
 TRITON_HEADS = 16  # up to this many local heads Triton is the faster one
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["window_base", "slot_base"])
 def _merge_kernel(
     window_ptr, slots_ptr, out_ptr, lengths_ptr, window_base, slot_base,
     W: tl.constexpr, K: tl.constexpr, TOTAL: tl.constexpr, BLOCK: tl.constexpr, HAS_SLOTS: tl.constexpr,
@@ -56,7 +56,7 @@ def flash_attention(
     """q [T, H <= 64, 512] over rows [n, 512] -> [T, H, 512] contiguous."""
     heads = q.shape[1]
     if heads < FLASH_HEADS:
-        padded = q.new_zeros(q.shape[0], FLASH_HEADS, q.shape[2])
+        padded = q.new_empty(q.shape[0], FLASH_HEADS, q.shape[2])  # heads do not touch each other
         padded[:, :heads] = q
         sink = torch.nn.functional.pad(sink, (0, FLASH_HEADS - heads), value=float("-inf"))
         q = padded
@@ -92,7 +92,7 @@ def _attend_part(
     return m, norm, acc
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["heads", "W", "K"])
 def _attend_kernel(
     q_ptr, window_ptr, window_index_ptr, pool_ptr, slots_ptr, sink_ptr, out_ptr, heads, scale, W, K,
     WIDTH: tl.constexpr, HEADS: tl.constexpr, KEYS: tl.constexpr, HAS_SLOTS: tl.constexpr, EXACT: tl.constexpr,

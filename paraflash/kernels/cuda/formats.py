@@ -1,7 +1,8 @@
 """Number formats inside Triton kernels: the same rules as reference/rounding.py, on fp32 blocks in registers.
 
 e4m3 is rounded by arithmetic on the fp32 bits and not by a hardware conversion, so that every GPU and the interpreter
-agree with the reference. A block is [rows, groups, group size]; scales are one per [rows, groups].
+agree with the reference. Kernels do not specialise on numbers of rows, which would compile them anew for every step.
+A block is [rows, groups, group size]; scales are one per [rows, groups].
 """
 
 from __future__ import annotations

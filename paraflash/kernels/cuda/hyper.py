@@ -41,7 +41,7 @@ def _warps(block: int) -> int:
     return max(1, min(16, block // 512))
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["rows"])
 def _mix_kernel(
     x_ptr, fn_ptr, dots_ptr, squares_ptr, rows,
     WIDTH: tl.constexpr, PART: tl.constexpr, MIXES: tl.constexpr,
@@ -78,7 +78,7 @@ def _mix_kernel(
     tl.store(squares_ptr + part * rows + row, square, mask=row < rows)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["rows"])
 def _sinkhorn_kernel(
     dots_ptr, squares_ptr, scale_ptr, base_ptr, pre_ptr, post_ptr, comb_ptr, rows, hc_eps, rms_eps,
     WIDTH: tl.constexpr, SPLITS: tl.constexpr, K: tl.constexpr, ITERS: tl.constexpr, ROWS: tl.constexpr,

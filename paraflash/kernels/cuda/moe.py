@@ -23,6 +23,8 @@ from paraflash.kernels.interface import Expert
 
 log = logging.getLogger("paraflash.kernels")
 
+TUNED_ROWS = (256, 2048, 8192, 24576)
+
 BACKENDS = {  # --moe-backend, vLLM's names included -> what runs
     "auto": "auto",
     "humming": "humming",
@@ -32,7 +34,7 @@ BACKENDS = {  # --moe-backend, vLLM's names included -> what runs
 }
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["rows"])
 def _route_kernel(
     logits_ptr, bias_ptr, ids_ptr, weights_ptr, rows, factor, temperature,
     E: tl.constexpr, BLOCK: tl.constexpr, TOPK: tl.constexpr, KPAD: tl.constexpr,
@@ -81,7 +83,7 @@ def route(
     return ids, weights
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["first", "total"])
 def _count_kernel(ids_ptr, counts_ptr, first, total, BLOCK: tl.constexpr):
     expert = tl.program_id(0)
     count = 0
@@ -92,7 +94,7 @@ def _count_kernel(ids_ptr, counts_ptr, first, total, BLOCK: tl.constexpr):
     tl.store(counts_ptr + expert, count)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["first", "total"])
 def _place_kernel(ids_ptr, offsets_ptr, source_ptr, place_ptr, first, total, BLOCK: tl.constexpr):
     expert = tl.program_id(0)
     base = tl.load(offsets_ptr + expert).to(tl.int32)
@@ -213,10 +215,10 @@ class HummingFp4:
         )
 
     def _tuning_for(self, rows: int) -> Any:
-        """Settings for about this many rows; one compilation per power of two."""
+        """Settings for about this many rows: a few sizes stand for all, since each costs a compilation."""
         from humming.tune import get_heuristics_config
 
-        size = triton.next_power_of_2(max(16, rows))
+        size = next((s for s in TUNED_ROWS if rows <= 2 * s), TUNED_ROWS[-1])
         if size not in self._tuning:
             self._tuning[size] = get_heuristics_config(
                 self.layer.humming_config, size, gemm_type="grouped_contiguous", device=self.layer.weight.device

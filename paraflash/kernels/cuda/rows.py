@@ -19,7 +19,7 @@ NONE, WINDOW, LATENT, INDEX = 0, 1, 2, 3  # which trained rounding
 BLOCK_ELEMENTS = 2048
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["rows", "heads"])
 def _row_kernel(
     x_ptr, x_stride, w_ptr, cos_ptr, sin_ptr, out_ptr, rows, heads, eps,
     WIDTH: tl.constexpr, ROPE: tl.constexpr, ROWS: tl.constexpr, NORM: tl.constexpr, ROUND: tl.constexpr,
@@ -75,7 +75,7 @@ def record_rows(
     return record.encode(transform_rows(x, weight, eps, rotary, rounding, x.dtype))
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["rows", "heads"])
 def _rope_kernel(
     x_ptr, stride, cos_ptr, sin_ptr, rows, heads,
     START: tl.constexpr, PAIRS: tl.constexpr, ROWS: tl.constexpr, INVERSE: tl.constexpr,
