@@ -173,6 +173,11 @@ def kv_format(name: str, head_dim: int, rope_dim: int, index_dim: int) -> KVForm
             Mxfp4Record(index_dim, index_dim // 2, index_dim // 32, split=True, trained=True),
         )
     if name == "fp8_ds_mla":
+        if head_dim == rope_dim:
+            raise ValueError(
+                f"kv_cache_dtype fp8_ds_mla rounds the channels before the rope ones, but head_dim and "
+                f"qk_rope_head_dim are both {head_dim}; use bfloat16"
+            )
         data = head_dim - rope_dim + 2 * rope_dim
         scales = -(-(head_dim - rope_dim) // 64)
         row8 = Fp8DsMlaRecord(head_dim, data, -(-scales // 8) * 8, split=True, page_multiple=data, rope_dim=rope_dim)

@@ -80,6 +80,7 @@ def resolve(config: EngineConfig, model: ModelConfig) -> EngineConfig:
         max_num_seqs=config.max_num_seqs or (256 if cuda else 64),
         async_scheduling=False,
     )
+    _check_widths(config, model)
     return _choose_backends(config)
 
 
@@ -182,6 +183,21 @@ def _check_model(config: EngineConfig, model: ModelConfig) -> None:
             f"max_model_len is {config.max_model_len}, but the model knows {model.max_position_embeddings} positions; "
             f"use at most that"
         )
+
+
+def _check_widths(config: EngineConfig, model: ModelConfig) -> None:
+    """The groups of the cache's rounding must fit the model's heads."""
+    from paraflash.cache.records import kv_format
+
+    if config.kv_cache_rounding == "trained" and (model.head_dim % 32 or model.index_head_dim % 32):
+        raise Refused(
+            f"kv_cache_rounding is trained, which needs head_dim and index_head_dim in multiples of 32, not "
+            f"{model.head_dim} and {model.index_head_dim}; use none"
+        )
+    try:
+        kv_format(config.kv_cache_dtype, model.head_dim, model.rope_dim, model.index_head_dim)
+    except ValueError as error:
+        raise Refused(str(error)) from None
 
 
 def _choose_device(config: EngineConfig) -> EngineConfig:

@@ -92,5 +92,7 @@ def test_power_of_two_scales_follow_the_bits():
 def test_widths_that_do_not_fit_a_record_are_refused_by_name():
     with pytest.raises(ValueError, match=r"head_dim.*bfloat16"):
         kv_format("nvfp4_ds_mla", 48, 16, 64)
+    with pytest.raises(ValueError, match="qk_rope_head_dim are both 64; use bfloat16"):
+        kv_format("fp8_ds_mla", 64, 64, 64)
     with pytest.raises(ValueError, match="kv_cache_dtype is 'int8'"):
         kv_format("int8", 512, 64, 128)
