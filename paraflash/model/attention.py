@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from paraflash.cache.pool import RecordPool
 from paraflash.cache.store import KVCache
 from paraflash.config.model import LayerSpec, ModelConfig
 from paraflash.kernels.interface import Kernels
@@ -18,7 +19,7 @@ from paraflash.model.batch import LocalBatch, Windows, rope_of
 from paraflash.model.compressor import Compressor
 from paraflash.model.indexer import Indexer, Selection
 from paraflash.model.weights import Numerics, Weights
-from paraflash.parallel.exchange import sum_over_tp
+from paraflash.parallel.exchange import Outbox, sum_over_tp
 from paraflash.parallel.mesh import Mesh
 
 
@@ -41,9 +42,10 @@ class Attention:
         kv = k.linear(h, self.wkv, self.numerics.round_inputs)
         rotary = rope_of(batch, self.layer.ratio)
         rows = k.window_rows(kv, self.kv_norm, m.rms_eps, rotary, cache.format.window, self.numerics.trained_rounding)
-        keys = exchange_window(k, rows, windows, cache.rings[self.layer.index])
-        latent = self.compressor.write(h, batch.entries[self.layer.ratio], cache) if self.compressor else None
-        return keys, latent
+        keys = exchange_window(k, rows, windows, cache.rings[self.layer.index], batch.outbox)
+        if self.compressor is None:
+            return keys, None
+        return keys, self.compressor.write(h, batch.entries[self.layer.ratio], cache, batch.outbox)
 
     def read(
         self, h: Tensor, keys: Any, batch: LocalBatch, windows: Windows, cache: KVCache, chosen: Selection
@@ -64,11 +66,20 @@ class Attention:
         return sum_over_tp(self.mesh.tp, k.linear(z, self.wo_b, rounded), batch.all_rows, "attention")
 
 
-def exchange_window(k: Kernels, rows: Any, windows: Windows, ring: Any) -> Any:
-    """Keys of the step: earlier rows from the ring, local rows, rows of other ranks; then the ring moves on."""
+def exchange_window(k: Kernels, rows: Tensor, windows: Windows, ring: RecordPool, outbox: Outbox | None) -> Any:
+    """Keys of the step: earlier rows from the ring, local rows, rows of other ranks; then the ring moves on.
 
+    With an outbox the keys hold no rows of other ranks, and the ring moves on when the step's rows are delivered.
+    """
+
+    def move_on(step_rows: Tensor) -> None:
+        ring.write(windows.tail_slots, step_rows[windows.tail_rows])
+
+    if outbox is not None:
+        outbox.post(windows.gather, rows[windows.send_rows], lambda halo: move_on(torch.cat([rows, halo])))
+        return k.window_keys(ring, windows.prior_slots, rows)
     halo = windows.gather.gather(rows[windows.send_rows]) if windows.gather.group.size > 1 else rows[:0]
     step_rows = torch.cat([rows, halo]) if len(halo) else rows
     keys = k.window_keys(ring, windows.prior_slots, step_rows)
-    ring.write(windows.tail_slots, step_rows[windows.tail_rows])
+    move_on(step_rows)
     return keys

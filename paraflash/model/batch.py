@@ -18,7 +18,7 @@ from paraflash.config.model import ModelConfig
 from paraflash.kernels.interface import IndexRows, Rotary
 from paraflash.model.linkage import EntryPlan, plan_entries
 from paraflash.model.rope import rotary
-from paraflash.parallel.exchange import RowGather
+from paraflash.parallel.exchange import Outbox, RowGather
 from paraflash.parallel.mesh import Mesh
 from paraflash.parallel.plan import Plan, Segment, make_plan
 
@@ -56,6 +56,7 @@ class Entries:
     rotary: Rotary
     gather: RowGather
     slots: Tensor
+    own_slots: Tensor  # the part of `slots` that this rank fills
     pairs: Pairs | None
 
 
@@ -71,6 +72,7 @@ class LocalBatch:
     entries: dict[int, Entries]  # by ratio
     index_rows: dict[int, IndexRows]  # by ratio
     all_rows: RowGather  # every row of the step: the MoE, and the common shape of sums over TP
+    outbox: Outbox | None  # for rows that no other rank reads in this step; None: a layer exchanges them at once
 
 
 @dataclass
@@ -85,7 +87,10 @@ class Trailing:
 
 
 def to_device(x: np.ndarray, device: torch.device) -> Tensor:
-    return torch.from_numpy(np.ascontiguousarray(x)).to(device, non_blocking=True)
+    host = torch.from_numpy(np.ascontiguousarray(x))
+    if device.type == "cuda":
+        host = host.pin_memory()  # a copy from other memory waits for all that the GPU still has to do
+    return host.to(device, non_blocking=True)
 
 
 def plan_of(spans: Sequence[Span], world: int) -> Plan:
@@ -121,6 +126,7 @@ def build_batch(
         },
         index_rows={r: _index_rows(spans, plan.segments[rank], position, r, block_size, device) for r in ratios},
         all_rows=RowGather(mesh.pcp, [len(r) for r in plan.rows], "experts", device),
+        outbox=Outbox() if mesh.pcp.size > 1 and plan.keeps_requests_whole else None,
     )
 
 
@@ -130,7 +136,7 @@ def _windows(plan: WindowPlan, mesh: Mesh) -> Windows:
         prior_slots=to_device(plan.prior_slots, d),
         send_rows=to_device(plan.send_rows, d),
         gather=RowGather(mesh.pcp, plan.send_counts, "window", d),
-        index=to_device(plan.index, d),
+        index=to_device(plan.table, d)[to_device(plan.row_start, d)[:, None] + torch.arange(plan.window, device=d)],
         tail_rows=to_device(plan.tail_rows, d),
         tail_slots=to_device(plan.tail_slots, d),
     )
@@ -155,6 +161,7 @@ def _entries(plan: EntryPlan, ratio: int, model: ModelConfig, mesh: Mesh) -> Ent
         rotary=rotary(to_device(plan.entries * ratio, d), model.compress_rope, model.rope_dim),
         gather=RowGather(mesh.pcp, plan.counts, "entries", d),
         slots=to_device(plan.slots, d),
+        own_slots=to_device(plan.slots[sum(plan.counts[: mesh.pcp.rank]) :][: len(plan.rows)], d),
         pairs=pairs,
     )
 

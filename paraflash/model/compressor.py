@@ -6,6 +6,8 @@ stored and written at the same slots everywhere (model.md 3.7, 3.8).
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 
@@ -14,6 +16,7 @@ from paraflash.config.model import LayerSpec, ModelConfig
 from paraflash.kernels.interface import Kernels
 from paraflash.model.batch import Entries, Pairs
 from paraflash.model.weights import Numerics, Weights
+from paraflash.parallel.exchange import Outbox
 
 
 class Compressor:
@@ -24,26 +27,46 @@ class Compressor:
         self.wk, self.k_norm = index["wk"], index["k_norm"]
         self.wgate = own["wgate"] if layer.ratio == 2 else None
 
-    def write(self, h: Tensor, entries: Entries, cache: KVCache) -> Tensor:
-        """Stores this step's entries of layer `self.layer`; returns the local latents before rope [G, d]."""
+    def write(self, h: Tensor, entries: Entries, cache: KVCache, outbox: Outbox | None) -> Tensor:
+        """Stores this step's entries of layer `self.layer`; returns the local latents before rope [G, d].
+
+        With an outbox those of other ranks, which no local row may choose, are stored when they are delivered.
+        """
         k, eps, trained = self.kernels, self.eps, self.numerics.trained_rounding
         if entries.pairs is None:
             pooled = k.linear(h[entries.rows], self.wkv)
         else:
             rows = torch.cat([k.linear_fp32(h, self.wkv), k.linear_fp32(h, self.wgate)], 1)
-            pooled = self._pool(rows, entries.pairs, cache.open_rows[self.layer.index])
+            pooled = self._pool(rows, entries.pairs, cache.open_rows[self.layer.index], outbox)
         # The pooled value stays fp32 into its norm (of the two published choices the finer one).
         latent = k.rms_norm(pooled, self.norm, eps).to(h.dtype)
         main = k.latent_rows(latent, entries.rotary, cache.format.latent, trained)
         index = k.index_rows(latent, self.wk, self.k_norm, eps, entries.rotary, cache.format.index, trained)
-        main, index = entries.gather.gather_packed(main, index)
-        cache.latents[self.layer.index].write(entries.slots, main)
-        cache.index_keys[self.layer.index].write(entries.slots, index)
+
+        def store(slots: Tensor, records: Sequence[Tensor]) -> None:
+            cache.latents[self.layer.index].write(slots, records[0])
+            cache.index_keys[self.layer.index].write(slots, records[1])
+
+        if outbox is not None:
+            store(entries.own_slots, (main, index))
+            both, widths = torch.cat([main, index], 1), [main.shape[1], index.shape[1]]
+            outbox.post(entries.gather, both, lambda rows: store(entries.slots, rows.split(widths, 1)))
+        else:
+            store(entries.slots, entries.gather.gather_packed(main, index))
         return latent
 
-    def _pool(self, rows: Tensor, pairs: Pairs, open_rows: Tensor) -> Tensor:
+    def _pool(self, rows: Tensor, pairs: Pairs, open_rows: Tensor, outbox: Outbox | None) -> Tensor:
         """rows [T, 2d] = [kv | score]. Reads of open rows come before they are replaced."""
-        sent = pairs.gather.gather(rows[pairs.send_rows]) if pairs.gather.group.size > 1 else rows[:0]
+        sent = rows[:0]  # with an outbox both rows of a pair are local or open
+        if outbox is None and pairs.gather.group.size > 1:
+            sent = pairs.gather.gather(rows[pairs.send_rows])
         linked = torch.cat([open_rows[pairs.open_slots], rows, sent])
-        open_rows[pairs.keep_slots] = linked[pairs.keep_rows + len(pairs.open_slots)]
+
+        def keep(sent: Tensor) -> None:
+            open_rows[pairs.keep_slots] = torch.cat([rows, sent])[pairs.keep_rows]
+
+        if outbox is not None:
+            outbox.post(pairs.gather, rows[pairs.send_rows], keep)
+        else:
+            keep(sent)
         return self.kernels.pool_pairs(linked[pairs.first], linked[pairs.second])

@@ -7,7 +7,7 @@ sublayer; those lag one sublayer behind. `probe` sees named intermediate values 
 from __future__ import annotations
 
 from collections.abc import Callable, MutableMapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -121,6 +121,8 @@ class Transformer:
         state = State(x[:, None].repeat(1, model.hc_mult, 1), x.new_zeros(len(x), model.hc_mult, dtype=torch.float32))
         state.pre[:, 0] = 1
         chosen = Selection()
+        if trailing is not None:
+            batch = replace(batch, outbox=None)  # rows go on at other ranks within this step
         for block in self.blocks:
             progress()
             if block.layer.engram is not None:
@@ -136,6 +138,8 @@ class Transformer:
             self._show(
                 block.layer, ffn_out=y, router_indices=ids, router_weights=weights, streams=state.streams, pre_mix=pre
             )
+        if batch.outbox is not None:
+            batch.outbox.send()
         return k.hc_collapse(state.streams, state.pre, self.norm, model.rms_eps)
 
     def _attend(

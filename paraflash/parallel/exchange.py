@@ -76,20 +76,20 @@ class Outbox:
         self._parcels.append((gather, rows, deliver))
 
     def send(self) -> None:
-        """Delivers everything posted, in order. No rank has rows: no collective."""
+        """Delivers everything posted, in order. No rank has rows: no collective and no delivery."""
         parcels, self._parcels = self._parcels, []
-        if not parcels:
+        sizes = [[count * _row_bytes(rows) for count in gather.counts] for gather, rows, _ in parcels]
+        per_rank = [list(of_rank) for of_rank in zip(*sizes, strict=True)]
+        padded = max([0, *(sum(of_rank) for of_rank in per_rank)])
+        if padded == 0:
             return
         group = parcels[0][0].group
-        sizes = [[count * _row_bytes(rows) for count in gather.counts] for gather, rows, _ in parcels]
-        padded = max(sum(of_rank) for of_rank in zip(*sizes, strict=True))
         mine = [_as_bytes(rows).flatten() for _, rows, _ in parcels]
-        pad = mine[0].new_zeros(padded - sum(len(m) for m in mine))
-        arrived = group.all_gather(torch.cat([*mine, pad]), "outbox").view(group.size, padded) if padded else pad[None]
-        per_rank = [arrived[r].split([*of_rank, padded - sum(of_rank)]) for r, of_rank in enumerate(zip(*sizes))]
-        for number, (_, rows, deliver) in enumerate(parcels):
-            raw = torch.cat([parts[number] for parts in per_rank])
-            deliver(raw.view(rows.dtype).view(-1, *rows.shape[1:]))
+        pad = mine[0].new_zeros(padded - sum(per_rank[group.rank]))
+        arrived = group.all_gather(torch.cat([*mine, pad]), "outbox").split(padded)
+        pieces = [x[: sum(of_rank)].split(of_rank) for x, of_rank in zip(arrived, per_rank, strict=True)]
+        for (_, rows, deliver), raw in zip(parcels, zip(*pieces, strict=True), strict=True):
+            deliver(torch.cat(raw).view(rows.dtype).view(-1, *rows.shape[1:]))
 
 
 def sum_over_tp(tp: Group, x: Tensor, rows: RowGather, label: str) -> Tensor:

@@ -60,6 +60,13 @@ class Plan:
         return restore_index(self.rows, self.padded_rows, self.num_rows)
 
     @cached_property
+    def keeps_requests_whole(self) -> bool:
+        """Whether every request has all its rows of the step on one rank, as decode rows are."""
+        return len({(s.request, s.rank) for of_rank in self.segments for s in of_rank}) == len(
+            {s.request for of_rank in self.segments for s in of_rank}
+        )
+
+    @cached_property
     def owner(self) -> Ints:
         """[num_rows]: rank that runs each global row."""
         return self.restore // self.padded_rows

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import random
 import sys
+from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -177,6 +178,20 @@ def test_all_ranks_issue_the_same_collectives_with_the_same_shapes(tp, pcp):
         mixed_workload(core, 7, compare)
     groups = {entry.group for entry in seen}
     assert groups == {name for name, size in (("tp", tp), ("pcp", pcp)) if size > 1}, "none on a group of one rank"
+
+
+@pytest.mark.parametrize("pcp", [2, 4])
+def test_a_decode_step_exchanges_what_its_layers_store_in_one_gather(pcp):
+    with engine("narrow", 1, pcp) as core:
+        for i in range(3):
+            core.add_request(str(i), list(range(5 + i, 30)), SamplingParams(max_tokens=20, **GREEDY))
+        core.step()
+        core.step()
+        core.executor.call_all("start_collective_log")
+        core.step()
+        log = core.executor.call_all("collective_log")[0]
+    layers = 10
+    assert Counter(entry.label for entry in log) == {"experts": 2 * layers, "outbox": 1, "sampled": 1}
 
 
 def test_the_window_exchange_sends_a_fraction_of_a_full_gather():

@@ -95,3 +95,11 @@ def test_a_one_token_prefill_chunk_is_split_like_prefill_and_keeps_the_order_of_
 def test_negative_lengths_are_refused():
     with pytest.raises(ValueError, match="negative"):
         make_plan(np.array([-1]), np.array([0]), np.array([True]), 2)
+
+
+def test_requests_are_whole_where_no_prompt_is_cut():
+    decode = [(1, 7, False), (1, 90, False), (1, 3, False)]
+    assert plan_of(decode, 2).keeps_requests_whole
+    assert plan_of([*decode, (1, 20, True)], 2).keeps_requests_whole
+    assert not plan_of([*decode, (5, 20, True)], 2).keeps_requests_whole
+    assert plan_of([(9, 0, True)], 1).keeps_requests_whole

@@ -68,7 +68,7 @@ def scored_together(rows: IndexRows, width: int) -> list[tuple[int, int, list[in
     """
     groups: list[tuple[int, int, list[int], int]] = []
     for first, end, request in rows.segments:
-        entries = int(rows.visible_host[first:end].max())
+        entries = int(rows.visible_host[end - 1])  # the last row of a segment sees most
         if groups:
             start, last, requests, most = groups[-1]
             n, most = len(requests) + 1, max(most, entries)
