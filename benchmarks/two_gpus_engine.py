@@ -28,7 +28,7 @@ from paraflash.engine.sampling_params import SamplingParams  # noqa: E402
 
 GOLDEN = ROOT / "tests" / "data" / "golden" / "wide"
 STEP_TIMEOUT = 300.0  # kernels are compiled inside steps
-GREEDY = {"temperature": 0.0, "ignore_eos": True}
+GREEDY: dict[str, Any] = {"temperature": 0.0, "ignore_eos": True}
 
 
 class Prompts:
