@@ -179,7 +179,7 @@ def summarise(ranks: list[dict[str, Any]]) -> dict[str, Any]:
     noted = statistics.mean(ranks[0]["recorded_step"])
     parts["between the parts"] = noted - sum(parts.values())
     exchange = sum(s for name, s in parts.items() if name.startswith("exchange "))
-    halo = sum(s for name, s in parts.items() if name.startswith("exchange pcp window"))
+    halo = sum(s for name, s in parts.items() if name.startswith(("exchange pcp window", "exchange pcp outbox")))
     return {
         "step_seconds": statistics.mean(ranks[0]["step"]),
         "last_step_seconds": ranks[0]["step"][-1],
