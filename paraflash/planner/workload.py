@@ -36,6 +36,7 @@ class Step:
     chunks: tuple[Chunk, ...]
     finished: tuple[int, ...]  # requests whose prompt ends in this step
     replay: bool = False  # bounded replay: layers after the last KV owner run on trailing windows only
+    kept: tuple[Chunk, ...] | None = None  # what they run on then; None: the trailing window of each chunk
 
     @property
     def rows(self) -> int:
@@ -74,7 +75,7 @@ def layer_chunks(model: ModelConfig, layer: LayerSpec, step: Step) -> tuple[tupl
     owner = model.last_kv_owner
     if not step.replay or layer.index < owner or owner < 0:
         return step.chunks, step.chunks
-    kept = kept_chunks(step.chunks, model.window)
+    kept = kept_chunks(step.chunks, model.window) if step.kept is None else step.kept
     return (step.chunks if layer.index == owner else kept), kept
 
 
