@@ -26,6 +26,7 @@ logger = logging.getLogger("paraflash.grammar")
 
 KEPT_GRAMMARS = 256
 COMPILE_THREADS = 2
+MARKERS = {text.encode() for text in ("<think>", "</think>", "｜DSML｜")}
 
 
 class Grammars:
@@ -62,8 +63,10 @@ class Grammars:
         with self._lock:
             if self._compiler is None:
                 tokens = token_bytes(load_tokenizer(self._folder))
-                # Control tokens have no bytes for a grammar to match, so they are never allowed inside one.
-                vocab = [b"" if i in tokens.special else data for i, data in enumerate(tokens.table)]
+                # Control tokens have no bytes for a grammar to match, so they are never allowed inside one; the
+                # markers of thinking and of tool calls are part of what chat grammars spell.
+                hidden = {i for i in tokens.special if tokens[i] not in MARKERS}
+                vocab = [b"" if i in hidden else data for i, data in enumerate(tokens.table)]
                 info = xgrammar.TokenizerInfo(
                     vocab[: self._model.vocab_size],
                     xgrammar.VocabType.RAW,

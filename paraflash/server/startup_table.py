@@ -35,7 +35,11 @@ def rows(names: tuple[str, ...], info: dict[str, Any]) -> list[tuple[str, str]]:
     if "kv_capacity_tokens" in info:
         capacity = f"{info['kv_capacity_tokens']:,} tokens ({info['num_blocks'] - 1:,} blocks of {info['block_size']})"
         out.append(("KV capacity", f"{capacity}, {info['kv_cache_dtype']}, rounding {info['kv_cache_rounding']}"))
-    switches = [f"{name.replace('_', ' ')} {'on' if info[name] else 'off'}" for name in _SWITCHES if name in info]
+    switches = [
+        f"{name.removeprefix('enable_').replace('_', ' ')} {'on' if info[name] else 'off'}"
+        for name in _SWITCHES
+        if name in info
+    ]
     if switches:
         out.append(("cache", ", ".join(switches)))
     kernels = [

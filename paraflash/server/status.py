@@ -8,6 +8,7 @@ from typing import Any
 
 from paraflash import __version__
 from paraflash.server.logprobs import finite
+from paraflash.server.startup_table import rows
 from paraflash.server.state import ServerState
 
 
@@ -29,6 +30,7 @@ def snapshot(state: ServerState, now: float) -> dict[str, Any]:
         "uptime_s": int(now - state.started),
         "max_model_len": state.limits.max_model_len,
         "info": plain(state.engine.info),
+        "lines": rows(state.options.served_names, state.engine.info),
         "stats": plain(stats),
         "open_requests": state.engine.num_open,
         "prompt_tokens_per_s": round(prompt_rate, 1),

@@ -6,4 +6,5 @@ from typing import Any
 
 class SlowStart:
     def __init__(self, config: Any):
+        print("the engine is starting", flush=True)
         time.sleep(120)

@@ -9,6 +9,7 @@ import pytest
 
 from paraflash.server.chat_codec import ChatCodec, Prepared
 from paraflash.server.chat_parser import ChatParser
+from paraflash.server.errors import ApiError
 from paraflash.server.protocol import ChatRequest
 from paraflash.server.tokens import TextTokenizer
 
@@ -150,3 +151,12 @@ def test_the_prefix_of_an_answer_is_continued(codec: ChatCodec) -> None:
     messages = [{"role": "user", "content": "q"}, {"role": "assistant", "content": "sure"}]
     prepared = prepare(codec, messages=messages, continue_final_message=True)
     assert parse(prepared, [", yes"])[:2] == ("", ", yes")
+
+
+def test_a_tokenizer_without_chat_tokens_only_serves_completions() -> None:
+    golden = Path(__file__).parents[1] / "data" / "golden" / "narrow"
+    codec = ChatCodec(TextTokenizer(golden, 0))
+    assert "<｜User｜>" in codec.missing
+    with pytest.raises(ApiError, match="use /v1/completions") as caught:
+        prepare(codec)
+    assert (caught.value.status, caught.value.param) == (400, "messages")

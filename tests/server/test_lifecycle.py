@@ -117,7 +117,10 @@ def test_a_second_signal_ends_requests_at_once(start: Any) -> None:
 
 def test_sigterm_while_the_engine_starts_exits_with_0(start: Any) -> None:
     server = start(factory="slow_core:SlowStart", wait=False)
-    time.sleep(1.5)
+    deadline = time.monotonic() + 60
+    while "the engine is starting" not in server.log:
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
     server.terminate()
     assert server.wait_exit() == 0
 

@@ -1,5 +1,6 @@
 """The server on the real engine with a small random checkpoint at PCP 2, driven by the official `openai` client."""
 
+import asyncio
 import json
 import os
 import re
@@ -15,6 +16,7 @@ import httpx
 import openai
 import pytest
 from conftest import RunningServer, events
+from soak import soak
 
 # The launch command of the vLLM guide for this model, on the CPU.
 GUIDE = shlex.split("""
@@ -28,7 +30,7 @@ GUIDE = shlex.split("""
 --enable-auto-tool-choice --trust-remote-code --num-gpu-blocks-override 64""")
 # Without roundings that make random weights chaotic, so that batching cannot change a token.
 EXACT = """-pcp 2 --dtype float32 --kv-cache-dtype float32 --kv-cache-rounding none
---num-gpu-blocks-override 64 --max-num-seqs 8"""
+--no-swa-bounded-replay --num-gpu-blocks-override 64 --max-num-seqs 8"""
 MODEL = "deepseek-ai/DeepSeek-V4.1-Flash"
 USER: list[Any] = [{"role": "user", "content": "What is 2 + 3?"}]
 WEATHER: list[Any] = [
@@ -259,6 +261,12 @@ def test_more_requests_than_the_engine_runs_queue_and_get_what_they_get_alone(ex
     assert [together[i] for i in range(12)] == alone
     exact.wait_idle()
     assert exact.stat("kv_usage") == 0
+
+
+def test_a_short_soak_leaves_nothing_and_changes_nothing(exact: RunningServer) -> None:
+    found = asyncio.run(soak(exact.url, seconds=4, streams=12, tokens=8))
+    assert found.wrong == []
+    assert found.whole > 0
 
 
 def test_a_benchmark_client_gets_what_it_counts(real: RunningServer) -> None:
