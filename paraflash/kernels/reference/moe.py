@@ -5,9 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from paraflash.formats import round_activation
 from paraflash.kernels.interface import Expert
-from paraflash.kernels.reference.hyper import linear_fp32
+from paraflash.kernels.reference.hyper import linear, linear_fp32
 
 
 def route(
@@ -31,24 +30,21 @@ def pack_experts(experts: Expert) -> Expert:
 
 
 def experts(h: Tensor, ids: Tensor, weights: Tensor, experts: Expert, limit: float, round_input: bool) -> Tensor:
-    out = torch.zeros(h.shape, dtype=torch.float32, device=h.device)
-    # Pair p is choice p % topk of row p // topk. Expert e gets its pairs at [e, 0], [e, 1], .. of one batch.
+    # Pair p is choice p % topk of row p // topk. Local pairs are taken in the order of their experts.
     own = torch.arange(experts.first, experts.first + experts.w1.shape[0], device=h.device)
-    chosen = ids.flatten()[:, None] == own
-    pair, expert = chosen.nonzero(as_tuple=True)
-    if not len(pair):
-        return out
-    place = chosen.cumsum(0)[pair, expert] - 1
+    expert, pair = (own[:, None] == ids.flatten()).nonzero(as_tuple=True)
+    counts = torch.bincount(expert, minlength=len(own)).tolist()
     row = pair // ids.shape[1]
 
-    def batch(rows: Tensor) -> Tensor:
-        spread = rows.new_zeros(len(own), int(place.max()) + 1, rows.shape[1])
-        spread[expert, place] = round_activation(rows) if round_input else rows
-        return spread
+    def each(x: Tensor, w: Tensor) -> Tensor:
+        """Every expert's rows of x times its own matrix."""
+        parts = zip(x.split(counts), w, strict=True)
+        return torch.cat([linear(part, matrix, round_input) for part, matrix in parts if len(part)])
 
-    x = batch(h[row])
-    gate, up = (x @ experts.w1.mT)[expert, place], (x @ experts.w3.mT)[expert, place]
+    out = torch.zeros(h.shape, dtype=torch.float32, device=h.device)
+    if not len(row):
+        return out
+    x = h[row]
     # The routing weight goes in before w2: equal in exact arithmetic, but not once the input is rounded.
-    a = swiglu(gate.float(), up.float(), limit) * weights.flatten()[pair, None]
-    y = (batch(a.to(h.dtype)) @ experts.w2.mT)[expert, place]
-    return out.index_add_(0, row, y.float())
+    a = swiglu(each(x, experts.w1).float(), each(x, experts.w3).float(), limit) * weights.flatten()[pair, None]
+    return out.index_add_(0, row, each(a.to(h.dtype), experts.w2).float())
