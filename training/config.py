@@ -6,7 +6,7 @@ from typing import Any
 
 
 def raw_config(classes: int, vocab_size: int, small: bool = False) -> dict[str, Any]:
-    """A released-layout config; `classes` and `vocab_size` come from the tokenizer. Engram rows follow from the primes."""
+    """A released-layout config; `classes` and `vocab_size` come from the tokenizer, Engram rows from the primes."""
     from paraflash.config.model import parse_config
     from paraflash.model.engram_hash import table_rows
 

@@ -67,7 +67,7 @@ class _Batches(Dataset):
 def batches(
     config: ModelConfig, mapping: NDArray, wanted: Many[Batch], seed: int, workers: int, pin: bool, begin: int = 0
 ) -> Any:
-    """An iterator over one batch for each of `wanted`, from number `begin` on, in order whatever the number of workers."""
+    """An iterator over one batch for each of `wanted`, from number `begin` on, in order with any number of workers."""
     source = _Batches(config, mapping, wanted, seed)
     more: dict[str, Any] = {"prefetch_factor": 6, "multiprocessing_context": "fork"} if workers else {}
     return iter(

@@ -197,7 +197,7 @@ class Scores(torch.autograd.Function):
 
 
 @triton.jit
-def _gated(g_ptr, u_ptr, w_ptr, out_ptr, limit, I: tl.constexpr):
+def _gated(g_ptr, u_ptr, w_ptr, out_ptr, limit, I: tl.constexpr):  # noqa: E741
     row = tl.program_id(0).to(tl.int64)
     i = row * I + tl.arange(0, I)
     g = tl.minimum(tl.load(g_ptr + i).to(tl.float32), limit)
@@ -207,7 +207,7 @@ def _gated(g_ptr, u_ptr, w_ptr, out_ptr, limit, I: tl.constexpr):
 
 
 @triton.jit
-def _gated_backward(g_ptr, u_ptr, w_ptr, d_ptr, dg_ptr, du_ptr, dw_ptr, limit, I: tl.constexpr):
+def _gated_backward(g_ptr, u_ptr, w_ptr, d_ptr, dg_ptr, du_ptr, dw_ptr, limit, I: tl.constexpr):  # noqa: E741
     row = tl.program_id(0).to(tl.int64)
     i = row * I + tl.arange(0, I)
     raw_g, raw_u = tl.load(g_ptr + i).to(tl.float32), tl.load(u_ptr + i).to(tl.float32)
@@ -223,7 +223,7 @@ def _gated_backward(g_ptr, u_ptr, w_ptr, d_ptr, dg_ptr, du_ptr, dw_ptr, limit, I
 
 
 class Gated(torch.autograd.Function):
-    """silu(min(g, limit)) * clamp(u, -limit, limit) * weight: g, u [.., E, I], I a power of two, weight fp32 [.., E]."""
+    """silu(min(g, limit)) * clamp(u, -limit, limit) * weight: g, u [.., E, I] (a power of two), weight fp32 [.., E]."""
 
     @staticmethod
     def forward(ctx: Any, g: Tensor, u: Tensor, weight: Tensor, limit: float) -> Tensor:

@@ -324,7 +324,7 @@ class Miniature(nn.Module):
     def _note_attention(
         self, layer: LayerSpec, far: Tensor, mass: Tensor, routes: Tensor, shared: _Shared, extras: Extras
     ) -> None:
-        """Adds compressed attention far [B, T, H, n] to the indexers' targets, its mass [B, T, H] to the route penalty."""
+        """Adds compressed attention far [B, T, H, n] to the indexers' targets and its mass [B, T, H] to the penalty."""
         wrong = ~_may_read(self.config, layer, routes)
         extras.route_loss.append((mass.mean(-1) * wrong).sum() / (wrong.sum() + 1.0))
         answers = (routes & ROUTE_ANY) != ROUTE_ANY

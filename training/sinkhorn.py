@@ -2,7 +2,8 @@
 
 Forward is exactly model.md 3.2 (softmax over rows, one column step, then row and column steps). Backward does not
 unroll the steps: the result is diag(r) exp(x) diag(c) with row and column sums of one, so its gradient is
-P * (G - u - v), where u and v solve u + P v = rowsum(P*G), P^T u + v = colsum(P*G). On a GPU each direction is one kernel.
+P * (G - u - v), where u and v solve u + P v = rowsum(P*G), P^T u + v = colsum(P*G). On a GPU each direction is one
+kernel.
 x, C: [N, K, K].
 """
 

@@ -283,7 +283,8 @@ def run(options: argparse.Namespace, say: Callable[[str], None] = print) -> None
         trainer.restore(state)
     log = (options.out / "log.jsonl").open("a", encoding="utf-8")
     say(
-        f"{sum(p.numel() for p in model.parameters()) / 1e6:.2f} M parameters, ready after {time.monotonic() - begun:.1f} s"
+        f"{sum(p.numel() for p in model.parameters()) / 1e6:.2f} M parameters, "
+        f"ready after {time.monotonic() - begun:.1f} s"
     )
 
     def record(row: dict[str, Any]) -> None:

@@ -32,7 +32,8 @@ NOUNS = (
 VALUES = (
     "lamp stone chair table door wall roof floor desk shelf bowl cup plate fork spoon knife pan pot jar box bag "
     "sack rope chain wire nail screw bolt wheel gear lens clock watch coin ring crown sword bow arrow shield flag "
-    "map book page pen ink brush paint cloth silk wool linen shirt coat hat glove boot sock belt scarf tent bed quilt soap"
+    "map book page pen ink brush paint cloth silk wool linen shirt coat hat glove boot sock belt scarf tent bed "
+    "quilt soap"
 ).split()
 LETTERS = tuple("abcdefghijklmnopqrstuvwxyz")
 

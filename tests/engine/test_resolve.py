@@ -117,9 +117,9 @@ def test_heads_that_tensor_parallelism_does_not_divide_are_refused(model: ModelC
 
 def test_heads_that_the_rounding_of_the_cache_does_not_fit_are_refused(model: ModelConfig) -> None:
     odd = replace(model, head_dim=48)
-    with pytest.raises(Refused, match="kv_cache_rounding is trained.*multiples of 32, not 48 and 64; use none"):
+    with pytest.raises(Refused, match=r"kv_cache_rounding is trained.*multiples of 32, not 48 and 64; use none"):
         resolve(cpu(), odd)
-    with pytest.raises(Refused, match="fp8_ds_mla needs head_dim.*use bfloat16"):
+    with pytest.raises(Refused, match=r"fp8_ds_mla needs head_dim.*use bfloat16"):
         resolve(cpu(kv_cache_rounding="none", kv_cache_dtype="fp8_ds_mla"), odd)
     assert resolve(cpu(kv_cache_rounding="none"), odd).kv_cache_dtype == "bfloat16"
 

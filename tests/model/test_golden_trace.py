@@ -1,4 +1,4 @@
-"""Every intermediate value that the golden files hold, through the paged caches, in one piece and in chunks (mode R0)."""
+"""Every intermediate value that the golden files hold, through the paged caches, whole and in chunks (mode R0)."""
 
 from __future__ import annotations
 
