@@ -1,10 +1,9 @@
 """The HTTP process's view of the engine: `AsyncEngine` starts the engine process and streams what it produces.
 
-    engine = await AsyncEngine.start(config)
-    async with await engine.submit([Submission(id, prompt_ids, params)]) as stream:
-        async for delta in stream: ...
-
-Leaving the `async with` aborts whatever has not finished, so a request never outlives its reader.
+engine = await AsyncEngine.start(config)
+stream = await engine.submit([Submission(id, prompt_ids, params)])
+async for delta in stream: ...
+stream.close()  # aborts whatever has not finished
 """
 
 from __future__ import annotations
@@ -87,12 +86,6 @@ class Stream:
                 item = await self._queue.get()
             if isinstance(item, Exception):
                 raise item
-
-    async def __aenter__(self) -> Stream:
-        return self
-
-    async def __aexit__(self, *_: object) -> None:
-        self.close()
 
     def close(self) -> None:
         """Aborts what has not finished."""

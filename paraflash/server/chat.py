@@ -44,8 +44,6 @@ class Chat:
         self.prepared = await self.state.chat.prepare(request, sampling.grammar_of(request))
         named = "max_completion_tokens" if request.max_completion_tokens is not None else "max_tokens"
         wanted = request.max_completion_tokens if request.max_completion_tokens is not None else request.max_tokens
-        if wanted is None:
-            wanted = limits.defaults.get("max_tokens")
         prompt = self.prepared.prompt_token_ids
         sampling.room_for(len(prompt), wanted, limits, named)
         params = sampling.sampling_params(

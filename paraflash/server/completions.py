@@ -46,8 +46,6 @@ class Completion:
         prompts = await self._prompts()
         n = sampling.check_choices(len(prompts), request.n)
         wanted = request.max_tokens
-        if wanted is None:
-            wanted = limits.defaults.get("max_tokens")
         if self.only_echo:
             wanted = 1  # the engine always draws one token; it is not shown
         for prompt in prompts:

@@ -57,8 +57,8 @@ class Event:
 
 
 class Generation:
-    def __init__(self, state: ServerState, request_id: str, choices: list[Choice], params: SamplingParams):
-        self.state, self.request_id, self.choices, self.params = state, request_id, choices, params
+    def __init__(self, state: ServerState, request_id: str, choices: list[Choice]):
+        self.state, self.request_id, self.choices = state, request_id, choices
         self.arrival = time.monotonic()
         self._by_id = {choice.engine_id: choice for choice in choices}
         self._stream: Stream | None = None
@@ -86,7 +86,7 @@ class Generation:
             choices.append(Choice(index, name, prompt, decoder))
             # Stop strings are found here; the engine has no text.
             submissions.append(Submission(name, prompt, replace(own, stop=None), cache_salt))
-        self = cls(state, request_id, choices, params)
+        self = cls(state, request_id, choices)
         state.metrics.request_arrived(n, params.max_tokens)
         try:
             self._stream = await state.engine.submit(submissions)

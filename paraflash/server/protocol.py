@@ -177,7 +177,3 @@ class TokenizeRequest(Body):
 class DetokenizeRequest(Body):
     model: str | None = None
     tokens: list[TokenId]
-
-
-def unknown_fields(body: BaseModel) -> list[str]:
-    return sorted(body.model_extra or {})

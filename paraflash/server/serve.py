@@ -81,7 +81,6 @@ async def serve(args: argparse.Namespace, config: EngineConfig, api_keys: tuple[
             prompt_tokens_details=args.enable_prompt_tokens_details,
             force_include_usage=args.enable_force_include_usage,
             log_requests=args.enable_log_requests,
-            metrics_prefix=args.metrics_prefix,
         )
         metrics = Metrics(args.metrics_prefix, names[0], lambda: engine.stats, cache_labels(config, engine.info))
         engine.on_step = metrics.step_done

@@ -24,7 +24,6 @@ class ServerOptions:
     prompt_tokens_details: bool = False
     force_include_usage: bool = False
     log_requests: bool = False
-    metrics_prefix: str = "paraflash"
 
 
 @dataclass
