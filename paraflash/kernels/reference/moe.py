@@ -38,8 +38,8 @@ def experts(h: Tensor, ids: Tensor, weights: Tensor, experts: Expert, limit: flo
 
     def each(x: Tensor, w: Tensor) -> Tensor:
         """Every expert's rows of x times its own matrix."""
-        parts = zip(x.split(counts), w, strict=True)
-        return torch.cat([linear(part, matrix, round_input) for part, matrix in parts if len(part)])
+        parts = zip(counts, x.split(counts), w.unbind(), strict=True)
+        return torch.cat([linear(part, matrix, round_input) for count, part, matrix in parts if count])
 
     out = torch.zeros(h.shape, dtype=torch.float32, device=h.device)
     if not len(row):
