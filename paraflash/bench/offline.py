@@ -122,6 +122,9 @@ def _decode(core: EngineCore, requests: int, context: int, tokens: int) -> dict[
     from paraflash.engine.sampling_params import SamplingParams
 
     _runs["decode"] += 1
+    # The first request goes on until the last one has been prefilled, one prompt after the other.
+    budget = core.scheduler.config.max_num_batched_tokens or context
+    tokens += requests * -(-context // budget) + requests
     params = SamplingParams(temperature=0.0, max_tokens=tokens, ignore_eos=True)
     for i in range(requests):
         core.add_request(f"d{_runs['decode']}-{i}", _prompt(core, context, 10**6 * _runs["decode"] + i), params)

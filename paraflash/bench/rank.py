@@ -40,6 +40,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--repeat", type=int, default=3, help="timed runs; the median counts")
     parser.add_argument("--gpu", default="H200", help="entry of the hardware file for floors and links")
     parser.add_argument("--kernels", action="store_true", help="also list GPU kernels of one step by time")
+    parser.add_argument("--host", action="store_true", help="also list host functions of one step by time")
     parser.add_argument("--json", type=Path, help="write all results to this file")
 
 
@@ -240,6 +241,23 @@ def busy_of(runner: ModelRunner, steps: list[StepInput]) -> tuple[float, list[tu
     return sum(e[2] for e in events), events
 
 
+def host_profile(runner: ModelRunner, steps: list[StepInput]) -> str:
+    """The host functions of these steps by own time."""
+    import cProfile
+    import io
+    import pstats
+
+    import torch
+
+    with cProfile.Profile() as recorded:
+        for step in steps:
+            runner.execute(step)
+    torch.cuda.synchronize()
+    text = io.StringIO()
+    pstats.Stats(recorded, stream=text).sort_stats("tottime").print_stats(40)
+    return text.getvalue()
+
+
 def measure(args: argparse.Namespace) -> dict[str, Any]:
     import torch
 
@@ -300,5 +318,7 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
             print(f"last step: GPU busy {busy * 1e3:.2f} ms")
             for name, count, seconds in events[:45]:
                 print(f"  {seconds * 1e3:8.3f} ms {count:5}  {name[:100]}")
+        if args.host:
+            print(host_profile(runner, steps[-1:]))
         result[kind].append(entry)
     return result

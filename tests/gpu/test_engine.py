@@ -35,7 +35,8 @@ class Runner(ModelRunner):
     """Gives the raw logits of all rows of a step."""
 
     def _prompt_logprobs(self, rows: Tensor, request: StepRequest, offsets: np.ndarray) -> list:
-        return list(self.transformer.logits(rows).float().cpu()) if self.mesh.rank == 0 else []
+        logits = self.transformer.logits(rows)  # on every rank: there is a collective in it
+        return list(logits.float().cpu()) if self.mesh.rank == 0 else []
 
 
 def logits_of(name: str, tp: int, pcp: int, dtype: str, kv: str, rounding: str, chunks: list[list[int]]) -> Tensor:

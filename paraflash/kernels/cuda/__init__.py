@@ -49,6 +49,7 @@ class CudaKernels:
     ):
         self.packages, self.dtype, self.moe_backend, self.trained = packages, dtype, moe_backend, trained
         self._rounded = linear.RoundedInputs()
+        self._merged = attention.MergedIndices()
         self._use_cuda_topk = use_cuda_topk
         self.stored: tuple[str, ...] = ("fp4",)
 
@@ -176,13 +177,11 @@ class CudaKernels:
         flash = self.packages.sparse_attention
         fits = width == attention.FLASH_WIDTH and attention.TRITON_HEADS < heads <= attention.FLASH_HEADS
         if flash is not None and fits and q.dtype == torch.bfloat16 and (pool is None or pool.arena is not None):
-            if pool is None:
-                merged, lengths = attention.merge_indices(window_index, None, 0, 0)
-                return attention.flash_attention(flash, q, window, merged, lengths, sink, scale)
-            assert pool.arena is not None
-            base = pool.arena.lay(window)
-            merged, lengths = attention.merge_indices(window_index, slots, base, pool.first_row)
-            return attention.flash_attention(flash, q, pool.arena.rows, merged, lengths, sink, scale)
+            base, first, arena = 0, 0, window
+            if pool is not None and pool.arena is not None:
+                base, first, arena = pool.arena.lay(window), pool.first_row, pool.arena.rows
+            merged, lengths = self._merged.of(window_index, None if pool is None else slots, base, first)
+            return attention.flash_attention(flash, q, arena, merged, lengths, sink, scale)
         pool_rows = None if pool is None else pool.storage.view(q.dtype).view(-1, width)
         return attention.triton_attention(q.contiguous(), window, window_index, pool_rows, slots, sink, scale)
 

@@ -8,17 +8,20 @@ the two tensors where they are; it serves few heads, other widths, and installat
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
+from paraflash.kernels.cuda.launch import kernel
+
 FLASH_HEADS, FLASH_WIDTH, FLASH_KEYS = 64, 512, 128  # what FlashMLA takes: heads, channels, multiple of keys
 TRITON_HEADS = 16  # up to this many local heads Triton is the faster one
 
 
-@triton.jit(do_not_specialize=["window_base", "slot_base"])
+@kernel(do_not_specialize=("window_base", "slot_base"))
 def _merge_kernel(
     window_ptr, slots_ptr, out_ptr, lengths_ptr, window_base, slot_base,
     W: tl.constexpr, K: tl.constexpr, TOTAL: tl.constexpr, BLOCK: tl.constexpr, HAS_SLOTS: tl.constexpr,
@@ -48,6 +51,21 @@ def merge_indices(window: Tensor, slots: Tensor | None, window_base: int, slot_b
         W=w, K=k, TOTAL=total, BLOCK=triton.next_power_of_2(total), HAS_SLOTS=slots is not None, num_warps=4,
     )  # fmt: skip
     return out, lengths
+
+
+class MergedIndices:
+    """Keeps the last merge: layers that share a selection share it, and a step has few selections."""
+
+    def __init__(self) -> None:
+        self._key: tuple[Any, ...] = ()
+        self._merged: tuple[Tensor, Tensor] | None = None
+
+    def of(self, window: Tensor, slots: Tensor | None, window_base: int, slot_base: int) -> tuple[Tensor, Tensor]:
+        old, key = self._key, (window, slots, window_base, slot_base)
+        same = bool(old) and old[0] is window and old[1] is slots and old[2:] == key[2:]
+        if self._merged is None or not same:
+            self._key, self._merged = key, merge_indices(window, slots, window_base, slot_base)
+        return self._merged
 
 
 def flash_attention(
@@ -92,7 +110,7 @@ def _attend_part(
     return m, norm, acc
 
 
-@triton.jit(do_not_specialize=["heads", "W", "K"])
+@kernel(do_not_specialize=("heads", "W", "K"))
 def _attend_kernel(
     q_ptr, window_ptr, window_index_ptr, pool_ptr, slots_ptr, sink_ptr, out_ptr, heads, scale, W, K,
     WIDTH: tl.constexpr, HEADS: tl.constexpr, KEYS: tl.constexpr, HAS_SLOTS: tl.constexpr, EXACT: tl.constexpr,

@@ -12,10 +12,12 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from paraflash.kernels.cuda.launch import kernel
+
 MIX_SPLITS = 16  # parts of the K * D channels that run side by side in the projection
 
 
-@triton.jit
+@kernel
 def _norm_kernel(x_ptr, x_stride, w_ptr, out_ptr, eps, WIDTH: tl.constexpr, BLOCK: tl.constexpr):
     row = tl.program_id(0).to(tl.int64)
     c = tl.arange(0, BLOCK)
@@ -41,7 +43,7 @@ def _warps(block: int) -> int:
     return max(1, min(16, block // 512))
 
 
-@triton.jit(do_not_specialize=["rows"])
+@kernel(do_not_specialize=("rows",))
 def _mix_kernel(
     x_ptr, fn_ptr, dots_ptr, squares_ptr, rows,
     WIDTH: tl.constexpr, PART: tl.constexpr, MIXES: tl.constexpr,
@@ -78,7 +80,7 @@ def _mix_kernel(
     tl.store(squares_ptr + part * rows + row, square, mask=row < rows)
 
 
-@triton.jit(do_not_specialize=["rows"])
+@kernel(do_not_specialize=("rows",))
 def _sinkhorn_kernel(
     dots_ptr, squares_ptr, scale_ptr, base_ptr, pre_ptr, post_ptr, comb_ptr, rows, hc_eps, rms_eps,
     WIDTH: tl.constexpr, SPLITS: tl.constexpr, K: tl.constexpr, ITERS: tl.constexpr, ROWS: tl.constexpr,
@@ -143,7 +145,7 @@ def hc_mixes(
     return pre, post, comb
 
 
-@triton.jit
+@kernel
 def _collapse_kernel(
     s_ptr, pre_ptr, w_ptr, out_ptr, eps, D: tl.constexpr, K: tl.constexpr, BLOCK: tl.constexpr
 ):  # fmt: skip
@@ -169,7 +171,7 @@ def hc_collapse(streams: Tensor, pre: Tensor, weight: Tensor, eps: float) -> Ten
     return out
 
 
-@triton.jit
+@kernel
 def _expand_kernel(
     y_ptr, s_ptr, post_ptr, comb_ptr, out_ptr, D: tl.constexpr, K: tl.constexpr, BLOCK: tl.constexpr
 ):  # fmt: skip
@@ -194,7 +196,7 @@ def hc_expand(y: Tensor, streams: Tensor, post: Tensor, comb: Tensor) -> Tensor:
     return out
 
 
-@triton.jit
+@kernel
 def _engram_kernel(
     s_ptr, u_ptr, q_ptr, k_ptr, out_ptr, eps, root, D: tl.constexpr, K: tl.constexpr, BLOCK: tl.constexpr
 ):  # fmt: skip

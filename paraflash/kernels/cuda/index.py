@@ -19,6 +19,7 @@ from torch import Tensor
 from paraflash.cache.pool import RecordPool
 from paraflash.cache.records import PlainRecord
 from paraflash.kernels.cuda.formats import exp2_int, pow2_ceil_exponent
+from paraflash.kernels.cuda.launch import kernel
 from paraflash.kernels.interface import IndexRows
 
 SCORE_BYTES = 1 << 30  # scores held at a time
@@ -27,7 +28,7 @@ MIN_ROWS = 528  # rows of a chunk that still fill a GPU of 132 multiprocessors
 TopK = Callable[..., Tensor]
 
 
-@triton.jit(do_not_specialize=["rows"])
+@kernel(do_not_specialize=("rows",))
 def _fp8_rows_kernel(
     x_ptr, out_ptr, scale_ptr, rows, WIDTH: tl.constexpr, ROWS: tl.constexpr
 ):  # fmt: skip
@@ -51,7 +52,7 @@ def fp8_rows(x: Tensor) -> tuple[Tensor, Tensor]:
     return codes, scale
 
 
-@triton.jit(do_not_specialize=["table_width", "entries"])
+@kernel(do_not_specialize=("table_width", "entries"))
 def _gather_keys_kernel(
     pool_ptr, table_ptr, counts_ptr, starts_ptr, out_ptr, scale_ptr, table_width, entries,
     WIDTH: tl.constexpr, ROWS: tl.constexpr, FP8: tl.constexpr,
@@ -111,7 +112,7 @@ def gather_keys(pool: RecordPool, rows: IndexRows, fp8: bool) -> Keys:
     return Keys(out, scale, plan[1][rows.row_request], widest)
 
 
-@triton.jit(do_not_specialize=["rows"])
+@kernel(do_not_specialize=("rows",))
 def _scores_kernel(
     q_ptr, w_ptr, k_ptr, start_ptr, visible_ptr, out_ptr, out_stride, rows,
     HEADS: tl.constexpr, WIDTH: tl.constexpr, QUERIES: tl.constexpr, KEYS: tl.constexpr, EXACT: tl.constexpr,
@@ -163,7 +164,7 @@ def triton_scores(q: Tensor, weights: Tensor, keys: Keys, start: Tensor, visible
     return out
 
 
-@triton.jit
+@kernel
 def _block_best_kernel(
     scores_ptr, stride, visible_ptr, out_ptr, blocks, SIZE: tl.constexpr, BLOCK: tl.constexpr
 ):  # fmt: skip

@@ -14,10 +14,11 @@ import triton.language as tl
 from torch import Tensor
 
 from paraflash.kernels.cuda.formats import mxfp8_round_trip
+from paraflash.kernels.cuda.launch import kernel
 from paraflash.kernels.reference import hyper
 
 
-@triton.jit
+@kernel
 def _round_kernel(x_ptr, out_ptr, count, BLOCK: tl.constexpr):
     at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     mask = at < count
@@ -60,15 +61,14 @@ def linear_fp32(x: Tensor, weight: Tensor) -> Tensor:
 
 
 def grouped_product(o: Tensor, wo_a: Tensor) -> Tensor:
-    """o [T, G, n] with wo_a [G, rank, n] -> [T, G * rank]; each group writes its columns directly."""
+    """o [T, G, n] with wo_a [G, rank, n] -> [T, G * rank]; one batched product writes all columns in place."""
     rows, groups, rank = o.shape[0], wo_a.shape[0], wo_a.shape[1]
-    out = torch.empty(rows, groups * rank, dtype=o.dtype, device=o.device)
-    for g in range(groups):
-        torch.mm(o[:, g], wo_a[g].T, out=out[:, g * rank : (g + 1) * rank])
-    return out
+    out = torch.empty(rows, groups, rank, dtype=o.dtype, device=o.device)
+    torch.bmm(o.transpose(0, 1), wo_a.transpose(1, 2), out=out.transpose(0, 1))
+    return out.view(rows, groups * rank)
 
 
-@triton.jit
+@kernel
 def _swiglu_kernel(gate_ptr, up_ptr, out_ptr, count, limit, BLOCK: tl.constexpr):
     at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     mask = at < count

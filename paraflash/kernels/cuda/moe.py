@@ -7,6 +7,7 @@ packed FP4 weights (humming) or on bf16 weights (torch grouped matmul).
 
 from __future__ import annotations
 
+import json
 import logging
 from dataclasses import dataclass
 from typing import Any
@@ -18,6 +19,7 @@ from torch import Tensor
 
 from paraflash.checkpoint.quant import QuantTensor
 from paraflash.kernels.cuda.formats import mxfp8_round_trip
+from paraflash.kernels.cuda.launch import kernel
 from paraflash.kernels.cuda.linear import linear_fp32
 from paraflash.kernels.interface import Expert
 
@@ -34,7 +36,7 @@ BACKENDS = {  # --moe-backend, vLLM's names included -> what runs
 }
 
 
-@triton.jit(do_not_specialize=["rows"])
+@kernel(do_not_specialize=("rows",))
 def _route_kernel(
     logits_ptr, bias_ptr, ids_ptr, weights_ptr, rows, factor, temperature,
     E: tl.constexpr, BLOCK: tl.constexpr, TOPK: tl.constexpr, KPAD: tl.constexpr,
@@ -83,7 +85,7 @@ def route(
     return ids, weights
 
 
-@triton.jit(do_not_specialize=["first", "total"])
+@kernel(do_not_specialize=("first", "total"))
 def _count_kernel(ids_ptr, counts_ptr, first, total, BLOCK: tl.constexpr):
     expert = tl.program_id(0)
     count = 0
@@ -94,10 +96,19 @@ def _count_kernel(ids_ptr, counts_ptr, first, total, BLOCK: tl.constexpr):
     tl.store(counts_ptr + expert, count)
 
 
-@triton.jit(do_not_specialize=["first", "total"])
-def _place_kernel(ids_ptr, offsets_ptr, source_ptr, place_ptr, first, total, BLOCK: tl.constexpr):
+@kernel(do_not_specialize=("first", "total", "experts"))
+def _place_kernel(
+    ids_ptr, counts_ptr, offsets_ptr, source_ptr, place_ptr, first, total, experts,
+    BLOCK: tl.constexpr, EXPERTS: tl.constexpr,
+):  # fmt: skip
     expert = tl.program_id(0)
-    base = tl.load(offsets_ptr + expert).to(tl.int32)
+    e = tl.arange(0, EXPERTS)
+    counts = tl.load(counts_ptr + e, mask=e < experts, other=0)
+    base = tl.sum(tl.where(e < expert, counts, 0), axis=0)
+    end = base + tl.sum(tl.where(e == expert, counts, 0), axis=0)
+    if expert == 0:
+        tl.store(offsets_ptr, 0)
+    tl.store(offsets_ptr + expert + 1, end)
     for start in range(0, total, BLOCK):
         at = start + tl.arange(0, BLOCK)
         mine = tl.load(ids_ptr + at, mask=at < total, other=-1) == expert + first
@@ -111,7 +122,7 @@ def _place_kernel(ids_ptr, offsets_ptr, source_ptr, place_ptr, first, total, BLO
 @dataclass
 class Permutation:
     """offsets [E + 1] int64: rows of each local expert; source [N] int32: assignment of each row (valid below
-    offsets[E]); place [T, k] int32: row of each assignment, -1 for other ranks' experts."""
+    offsets[E]); place [T, k] int32: row of each assignment (valid for local experts)."""
 
     offsets: Tensor
     source: Tensor
@@ -120,18 +131,20 @@ class Permutation:
 
 def permute(ids: Tensor, first: int, experts: int) -> Permutation:
     total, device = ids.numel(), ids.device
-    offsets = torch.zeros(experts + 1, dtype=torch.int64, device=device)
-    counts = torch.empty(experts, dtype=torch.int64, device=device)
-    source = torch.empty(total, dtype=torch.int32, device=device)
-    place = torch.full(ids.shape, -1, dtype=torch.int32, device=device)
-    block = min(2048, triton.next_power_of_2(max(1, total)))
+    offsets = torch.empty(experts + 1, dtype=torch.int64, device=device)
+    counts, source, place = torch.empty(experts + 2 * total, dtype=torch.int32, device=device).split(
+        [experts, total, total]
+    )
+    block = min(2048, max(64, triton.next_power_of_2(total)))
     _count_kernel[(experts,)](ids, counts, first, total, BLOCK=block, num_warps=4)
-    torch.cumsum(counts, 0, out=offsets[1:])
-    _place_kernel[(experts,)](ids, offsets, source, place, first, total, BLOCK=block, num_warps=4)
-    return Permutation(offsets, source, place)
+    _place_kernel[(experts,)](
+        ids, counts, offsets, source, place, first, total, experts,
+        BLOCK=block, EXPERTS=triton.next_power_of_2(experts), num_warps=4,
+    )  # fmt: skip
+    return Permutation(offsets, source, place.view(ids.shape))
 
 
-@triton.jit
+@kernel
 def _gather_kernel(
     h_ptr, source_ptr, end_ptr, out_ptr, D: tl.constexpr, TOPK: tl.constexpr, BLOCK: tl.constexpr
 ):  # fmt: skip
@@ -144,7 +157,7 @@ def _gather_kernel(
             tl.store(out_ptr + row.to(tl.int64) * D + c, x, mask=c < D)
 
 
-@triton.jit
+@kernel
 def _activation_kernel(
     x_ptr, source_ptr, weights_ptr, end_ptr, out_ptr, limit,
     INNER: tl.constexpr, BLOCK: tl.constexpr, ROUND: tl.constexpr,
@@ -165,14 +178,17 @@ def _activation_kernel(
         tl.store(out_ptr + row.to(tl.int64) * INNER + c, a.to(out_ptr.dtype.element_ty), mask=mask)
 
 
-@triton.jit
-def _combine_kernel(y_ptr, place_ptr, out_ptr, D: tl.constexpr, TOPK: tl.constexpr, BLOCK: tl.constexpr):
+@kernel(do_not_specialize=("first", "experts"))
+def _combine_kernel(
+    y_ptr, ids_ptr, place_ptr, out_ptr, first, experts, D: tl.constexpr, TOPK: tl.constexpr, BLOCK: tl.constexpr
+):
     token = tl.program_id(0).to(tl.int64)
     c = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     total = tl.zeros((BLOCK,), dtype=tl.float32)
     for k in tl.static_range(TOPK):
-        row = tl.load(place_ptr + token * TOPK + k).to(tl.int64)
-        if row >= 0:
+        expert = tl.load(ids_ptr + token * TOPK + k) - first
+        if (expert >= 0) & (expert < experts):
+            row = tl.load(place_ptr + token * TOPK + k).to(tl.int64)
             total += tl.load(y_ptr + row * D + c, mask=c < D, other=0.0).to(tl.float32)
     tl.store(out_ptr + token * D + c, total, mask=c < D)
 
@@ -204,26 +220,34 @@ class HummingFp4:
         self.layer.weight.data.copy_(weight.data)
         self.layer.weight_scale.data.copy_(weight.scale)
         self.layer.transform()
-        self._tuning: dict[int, Any] = {}
+        self._configs: dict[int, Any] = {}
 
     def __call__(self, x: Tensor, offsets: Tensor, rows: int) -> Tensor:
-        return self.layer(
-            x,
-            expert_layout=offsets,
-            compute_config={"gemm_type": "grouped_contiguous"},
-            tuning_config=self._tuning_for(rows),
-        )
-
-    def _tuning_for(self, rows: int) -> Any:
-        """Settings for about this many rows: a few sizes stand for all, since each costs a compilation."""
-        from humming.tune import get_heuristics_config
+        from humming.ops import launch_kernel
 
         size = next((s for s in TUNED_ROWS if rows <= 2 * s), TUNED_ROWS[-1])
-        if size not in self._tuning:
-            self._tuning[size] = get_heuristics_config(
-                self.layer.humming_config, size, gemm_type="grouped_contiguous", device=self.layer.weight.device
-            )
-        return self._tuning[size]
+        if size not in self._configs:
+            self._configs[size] = self._compile(size)
+        layer = self.layer
+        return launch_kernel(
+            configs=self._configs[size],
+            inputs=x,
+            weight=layer.weight,
+            weight_scale=layer.weight_scale,
+            outputs=torch.empty(x.shape[0], layer.shape_n, dtype=x.dtype, device=x.device),
+            expert_layout=offsets,
+            locks=layer.locks,
+        )
+
+    def _compile(self, rows: int) -> Tensor:
+        """The kernel for about this many rows: a few sizes stand for all, since each costs a compilation."""
+        from humming.kernel.humming import HummingKernel
+        from humming.tune import get_heuristics_config
+
+        config, device = self.layer.humming_config, self.layer.weight.device
+        tuning = get_heuristics_config(config, rows, gemm_type="grouped_contiguous", device=device)
+        compute = json.dumps({"gemm_type": "grouped_contiguous"})
+        return HummingKernel.prepare_kernels(config.to_str(), compute, json.dumps(tuning), device)
 
 
 @dataclass
@@ -283,6 +307,8 @@ def run_experts(
     h, ids, weights = h.contiguous(), ids.contiguous(), weights.contiguous()
     rows, d = h.shape
     topk, total, inner = ids.shape[1], ids.numel(), packed.inner
+    if total == 0:
+        return torch.zeros(rows, d, dtype=torch.float32, device=h.device)
     p = permute(ids, packed.first, packed.count)
     end = p.offsets[packed.count :]
     x = torch.empty(total, d, dtype=h.dtype, device=h.device)
@@ -296,5 +322,7 @@ def run_experts(
     y = packed.down(a, p.offsets, expected)
     out = torch.empty(rows, d, dtype=torch.float32, device=h.device)
     block = min(1024, triton.next_power_of_2(d))
-    _combine_kernel[(rows, triton.cdiv(d, block))](y, p.place, out, D=d, TOPK=topk, BLOCK=block, num_warps=4)
+    _combine_kernel[(rows, triton.cdiv(d, block))](
+        y, ids, p.place, out, packed.first, packed.count, D=d, TOPK=topk, BLOCK=block, num_warps=4
+    )
     return out

@@ -13,13 +13,14 @@ from torch import Tensor
 
 from paraflash.cache.records import PlainRecord, Record
 from paraflash.kernels.cuda.formats import load_angles, mxfp4_round_trip, mxfp8_round_trip, nvfp4_round_trip, rope_tail
+from paraflash.kernels.cuda.launch import kernel
 from paraflash.kernels.interface import Rotary
 
 NONE, WINDOW, LATENT, INDEX = 0, 1, 2, 3  # which trained rounding
 BLOCK_ELEMENTS = 2048
 
 
-@triton.jit(do_not_specialize=["rows", "heads"])
+@kernel(do_not_specialize=("rows", "heads"))
 def _row_kernel(
     x_ptr, x_stride, w_ptr, cos_ptr, sin_ptr, out_ptr, rows, heads, eps,
     WIDTH: tl.constexpr, ROPE: tl.constexpr, ROWS: tl.constexpr, NORM: tl.constexpr, ROUND: tl.constexpr,
@@ -75,7 +76,7 @@ def record_rows(
     return record.encode(transform_rows(x, weight, eps, rotary, rounding, x.dtype))
 
 
-@triton.jit(do_not_specialize=["rows", "heads"])
+@kernel(do_not_specialize=("rows", "heads"))
 def _rope_kernel(
     x_ptr, stride, cos_ptr, sin_ptr, rows, heads,
     START: tl.constexpr, PAIRS: tl.constexpr, ROWS: tl.constexpr, INVERSE: tl.constexpr,
@@ -108,7 +109,7 @@ def rope_in_place(x: Tensor, rotary: Rotary, inverse: bool) -> Tensor:
     return x
 
 
-@triton.jit
+@kernel
 def _pool_kernel(first_ptr, second_ptr, out_ptr, first_stride, second_stride, WIDTH: tl.constexpr, BLOCK: tl.constexpr):
     row = tl.program_id(0).to(tl.int64)
     c = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
