@@ -41,7 +41,8 @@ class EngramRows:
             self._senders.submit(self._send, n, *self._gather(n, check_ids(ids[:, n], table.rows)))
             for n, table in enumerate(self.tables)
         ]
-        return lambda n: self._receive(pending[n], len(ids))
+        width = [ids.shape[2] * table.dim for table in self.tables]
+        return lambda n: self._receive(pending[n], len(ids), width[n])
 
     def _gather(self, n: int, ids: NDArray[np.int64]) -> tuple[Tensor, Tensor, list[Future[None]]]:
         table, flat = self.tables[n], ids.reshape(-1)
@@ -59,9 +60,9 @@ class EngramRows:
             rows = self.tables[n].decode(*on_device)
             return rows, self._stream.record_event()
 
-    def _receive(self, pending: Future[tuple[Tensor, torch.cuda.Event]], count: int) -> Tensor:
+    def _receive(self, pending: Future[tuple[Tensor, torch.cuda.Event]], count: int, width: int) -> Tensor:
         rows, ready = pending.result()
         here = torch.cuda.current_stream(self.device)
         here.wait_event(ready)
         rows.record_stream(here)
-        return rows.view(count, -1)
+        return rows.view(count, width)  # count is 0 on a rank without rows
