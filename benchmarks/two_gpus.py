@@ -47,10 +47,10 @@ GPU: dict[str, Any] = {
     "budget": 4096,
     "lengths": [8192, 16384, 32768],
     "concurrencies": [1, 4, 8],
-    "decode": [16, 4096, 72],
+    "decode": [16, 4096, 48],
 }
 CPU: dict[str, Any] = {"budget": 64, "lengths": [128, 192, 256], "concurrencies": [1, 2, 3], "decode": [4, 32, 16]}
-SECTIONS = ("golden", "collectives", "breakdown", "decode", "matrix")
+SECTIONS = ("golden", "matrix", "decode", "breakdown", "collectives")
 GOLDEN_LIMIT = 0.4  # share of the time box after which the golden runs are ended
 
 
@@ -212,7 +212,7 @@ class Bench:
             self.say(f"prefill {length} x{concurrency}: " + report.cell_text(got))
 
     def decode(self) -> None:
-        got = self.each("decode", "", "decode", *self.scale["decode"])
+        got = self.each("decode", f"{self.scale['decode'][0]} rows", "decode", *self.scale["decode"])
         self.save("decode", got)
         self.say("decode: " + report.decode_text(got, self.scale["decode"]))
 
@@ -235,7 +235,7 @@ class Bench:
             self.start()
             if "matrix" in self.sections:
                 self.matrix(first)
-            for section in ("collectives", "breakdown", "decode"):
+            for section in ("decode", "breakdown", "collectives"):
                 if section in self.sections:
                     getattr(self, section)()
             if "matrix" in self.sections:
