@@ -24,6 +24,7 @@ from paraflash.kernels.reference import moe as reference_moe
 
 log = logging.getLogger("paraflash.kernels")
 
+FAST_INDEX_HEADS = (32, 64)  # what DeepGEMM's index logits take on Hopper
 MAX_BLOCK = 16384  # widest row that one Triton program holds
 
 
@@ -211,7 +212,7 @@ class CudaKernels:
         if not isinstance(pool.record, PlainRecord) or not index.triton_usable(heads, width):
             return self._select_reference(q, weights, pool, rows, topk, scale, candidates, publish)
         fast = self.packages.index_logits
-        fp8 = fast is not None and self.trained and q.dtype == torch.bfloat16
+        fp8 = fast is not None and heads in FAST_INDEX_HEADS and self.trained and q.dtype == torch.bfloat16
         keys = index.gather_keys(pool, rows, fp8)
         visible = rows.visible
         if fp8 and fast is not None:
