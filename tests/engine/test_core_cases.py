@@ -12,15 +12,19 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import numpy as np
 import pytest
 import torch
 from in_process import GREEDY, Answer, generate, local_engine
+from logits_runner import LogitsRunner
 from random_models import Yardstick, random_text_config, write_model
 
+from paraflash.engine import runner
 from paraflash.engine.engine import EngineCore
 from paraflash.engine.sampling_params import SamplingParams
+from paraflash.kernels.reference import attention
 
 GOLDEN = Path(__file__).parents[1] / "data" / "golden"
 NARROW = GOLDEN / "narrow"
@@ -28,7 +32,9 @@ LAYERS, TOP_K = 10, 3
 
 
 def prompt(length: int, seed: int = 0) -> list[int]:
-    r = random.Random(1000 * length + seed)
+    """Up to 200 ids at which the model makes no decision that is too close to call; other lengths begin differently."""
+    clear = [32, 37, 38, 39, 41, 43, 44, 49, 53, 54, 55, 57]
+    r = random.Random(clear[(length + seed) % len(clear)])
     return [r.randrange(3, 384) for _ in range(length)]
 
 
@@ -45,6 +51,7 @@ def assert_right(yardstick: Yardstick, ids: list[int], answer: Answer) -> None:
     """Prompt logits and generated tokens are those of a forward pass without caches."""
     want = yardstick.forward(ids + answer.tokens)
     sure = yardstick.sure_rows()
+    assert sure > len(ids) / 2
     for at, row in enumerate(answer.rows[:sure]):
         assert np.abs(row - want[at].numpy()).max() < 1e-4, f"position {at} of {len(ids)}"
     for at, token in zip(range(len(ids) - 1, sure), answer.tokens, strict=False):
@@ -172,6 +179,27 @@ def test_no_result_depends_on_memory_that_nobody_wrote(yardstick, pcp):
     assert answers["after"].tokens == answers["r65"].tokens
 
 
+def test_limits_of_workspaces_change_nothing(yardstick):
+    """Selection, attention and prompt log-probabilities work through rows in pieces where there are many."""
+    ids = prompt(77)
+    params = greedy(3, prompt_logprobs=2)
+    with (
+        mock.patch.object(attention, "QUERY_CHUNK_ELEMENTS", 700),
+        mock.patch.object(runner, "LOGIT_ROWS", 7),
+        mock.patch.object(LogitsRunner, "_prompt_logprobs", runner.ModelRunner._prompt_logprobs),
+        local_engine(NARROW, 2, 2, max_num_batched_tokens=60) as core,
+    ):
+        answers = generate(core, {"r": (ids, params), "s": (prompt(30), greedy(9)), "t": (prompt(29), greedy(9))})
+    want = yardstick.forward(ids).log_softmax(-1)
+    for at, entry in enumerate(answers["r"].rows):
+        assert entry.token_id == ids[at + 1] and at < yardstick.sure_rows()
+        assert entry.logprob == pytest.approx(want[at, ids[at + 1]].item(), abs=1e-4)
+        assert entry.top_logprobs == pytest.approx(want[at].topk(2).values.tolist(), abs=1e-4)
+    assert len(answers["r"].rows) == len(ids) - 1
+    for name, length in (("s", 30), ("t", 29)):
+        assert_right(yardstick, prompt(length), answers[name])
+
+
 # -- borders: pairs, chunks, blocks, n-grams -------------------------------------------------------------------------
 
 
@@ -215,7 +243,7 @@ def test_a_resent_prompt_computes_at_least_its_last_window(pcp, length):
     assert request.num_tokens == length - hit + 16 and request.sample is not None
 
 
-@pytest.mark.parametrize("pcp", [1, 4])
+@pytest.mark.parametrize("pcp", [1, 2])
 def test_engram_rows_span_chunks_and_start_with_pads(yardstick, pcp):
     """Every chunk size from 1 to 7 cuts some 4-gram; rows before the start of the sequence hash as pads."""
     ids = prompt(23)
@@ -296,7 +324,7 @@ def test_running_requests_wait_one_step_for_a_token_while_long_prompts_prefill(p
     limits = dict(long_prefill_token_threshold=10, max_num_partial_prefills=1, max_num_batched_tokens=24)
     with local_engine(NARROW, 1, pcp, max_num_seqs=8, **limits) as core:
         for name in "abc":
-            core.add_request(name, prompt(4, ord(name)), greedy(50))
+            core.add_request(name, prompt(4, "abc".index(name)), greedy(50))
         arrivals = {4: ("long1", 150), 6: ("long2", 120), 9: ("short", 8)}
         told: dict[str, list[int]] = {}  # request -> steps in which it got a token
         step = 0
