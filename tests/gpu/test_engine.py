@@ -39,12 +39,14 @@ class Runner(ModelRunner):
         return list(logits.float().cpu()) if self.mesh.rank == 0 else []
 
 
-def logits_of(name: str, tp: int, pcp: int, dtype: str, kv: str, rounding: str, chunks: list[list[int]]) -> Tensor:
+def logits_of(
+    name: str, tp: int, pcp: int, dtype: str, kv: str, rounding: str, chunks: list[list[int]], device: str = "cuda"
+) -> Tensor:
     """Logits [tokens, vocab] of one request that runs in these chunks of token ids, beside a second, equal request."""
     model = load_config(GOLDEN / name)
     config = EngineConfig(
         model=str(GOLDEN / name),
-        device="cuda",
+        device=device,
         dtype=dtype,
         kv_cache_dtype=kv,
         kv_cache_rounding=rounding,
@@ -55,14 +57,14 @@ def logits_of(name: str, tp: int, pcp: int, dtype: str, kv: str, rounding: str, 
         num_gpu_blocks_override=20,
     )
     tps, pcps = [Meeting(tp) for _ in range(pcp)], [Meeting(pcp) for _ in range(tp)]
-    device = torch.device("cuda", 0)
+    place = torch.device(device, 0) if device == "cuda" else torch.device(device)
     runners = []
     for rank in range(tp * pcp):
         groups = (
             ThreadGroup("tp", tp, rank % tp, meeting=tps[rank // tp]),
             ThreadGroup("pcp", pcp, rank // tp, meeting=pcps[rank % tp]),
         )
-        runners.append(Runner(config, model, Mesh(rank, *groups, device)))
+        runners.append(Runner(config, model, Mesh(rank, *groups, place)))
     rows: list[Tensor] = []
     with ThreadPoolExecutor(len(runners)) as pool:
         list(pool.map(lambda r: r.load(), runners))
@@ -112,11 +114,16 @@ def test_fp32_steps_give_the_golden_logits(name: str, tp: int, pcp: int) -> None
 
 @pytest.mark.parametrize("kv", ["bfloat16", "fp8_ds_mla", "nvfp4_ds_mla"])
 @pytest.mark.parametrize("tp,pcp", [(1, 1), (1, 2)])
-def test_bf16_steps_stay_near_the_golden_logits(kv: str, tp: int, pcp: int) -> None:
-    """Single decisions (experts, entries) flip in a model this small, so most rows are compared, not the worst."""
+def test_bf16_steps_are_as_near_to_the_golden_logits_as_the_reference(kv: str, tp: int, pcp: int) -> None:
+    """bf16 moves the logits of a random model far (decisions flip), on the CPU's reference kernels just as much."""
     golden = load_file(GOLDEN / "wide" / "expected.safetensors")
-    wanted = golden["prompt.6.logits"]
-    found = logits_of("wide", tp, pcp, "bfloat16", kv, "trained", prompt_of(golden, 6, [41, 1, 50]))
-    errors = (found - wanted).norm(dim=1) / wanted.norm(dim=1)
-    print(f"{kv} {tp}x{pcp}: row errors median {errors.median():.4f}, 90 % {errors.quantile(0.9):.4f}")
-    assert errors.median() < 0.1
+    wanted, chunks = golden["prompt.6.logits"], prompt_of(golden, 6, [41, 1, 50])
+
+    def row_errors(*args: object) -> Tensor:
+        found = logits_of("wide", *args)  # type: ignore[arg-type]
+        return (found - wanted).norm(dim=1) / wanted.norm(dim=1)
+
+    cuda = row_errors(tp, pcp, "bfloat16", kv, "trained", chunks)
+    reference = row_errors(1, 1, "bfloat16", kv, "trained", chunks, "cpu")
+    assert cuda.median() < 1.15 * reference.median()
+    assert cuda.quantile(0.9) < 1.15 * reference.quantile(0.9)

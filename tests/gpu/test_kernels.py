@@ -77,6 +77,10 @@ def test_topk_equals_a_stable_sort(maker: Maker, n: int, kind: str) -> None:
     assert torch.equal(found, topk_torch.select_topk(wide, lengths * 8, k, bits, 8))
 
 
+def test_rounded_copies_are_rounded_outputs(maker: Maker) -> None:
+    checks.check_rounded_copies(BARE, maker, SIZES)
+
+
 def test_router_matches_the_reference(maker: Maker) -> None:
     checks.check_router(BARE, maker, SIZES)
 

@@ -85,6 +85,21 @@ def check_linears(kernels: Any, m: Maker, s: Sizes) -> None:
     near(kernels.swiglu(gate, up, 10.0), REFERENCE.swiglu(gate, up, 10.0), limit)
 
 
+def check_rounded_copies(kernels: Any, m: Maker, s: Sizes) -> None:
+    """What producers leave for the next linear is what rounding their output gives."""
+    limit, weight = LIMIT[m.dtype], m.normal(64, s.hidden, scale=s.hidden**-0.5)
+    kernels.linear(m.normal(s.rows, s.hidden), weight, True)  # from here on copies are wanted
+    streams, pre = m.normal(s.rows, s.streams, s.hidden), m.normal(s.rows, s.streams, dtype=torch.float32)
+    norm, wide = m.normal(s.hidden), m.normal(s.rows, s.hidden, scale=5.0)
+    for x in (
+        kernels.rms_norm(wide, norm, 1e-20),
+        kernels.hc_collapse(streams, pre, norm, 1e-20),
+        kernels.swiglu(wide, wide.flip(0), 10.0),
+    ):
+        found = kernels.linear(x, weight, True)
+        near(found, REFERENCE.linear(x.float(), weight.float(), True).to(m.dtype), limit)
+
+
 def check_attention(kernels: Any, m: Maker, s: Sizes, arena: bool) -> None:
     """Windows and chosen entries with gaps, rows without any entry, and a layer without a pool."""
     from paraflash.cache.pool import Arena, RecordPool

@@ -64,6 +64,10 @@ def test_entry_selection_matches_the_reference(kernels: CudaKernels, maker: Make
     checks.check_selection(kernels, maker, SMALL, lengths=[150, 0, 70], counts=[3, 1, 2], blocks=6, size=8)
 
 
+def test_rounded_copies_are_rounded_outputs(kernels: CudaKernels, maker: Maker) -> None:
+    checks.check_rounded_copies(kernels, maker, SMALL)
+
+
 def test_router_matches_the_reference(kernels: CudaKernels, maker: Maker) -> None:
     checks.check_router(kernels, maker, SMALL)
 

@@ -83,14 +83,14 @@ class CudaKernels:
         return linear.grouped_product(linear.round_activation(o.contiguous()) if round_input else o, wo_a)
 
     def swiglu(self, gate: Tensor, up: Tensor, limit: float) -> Tensor:
-        return linear.swiglu(gate, up, limit)
+        return linear.swiglu(gate, up, limit, self._rounded)
 
     # Norms and residual streams
 
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
         if x.shape[-1] > MAX_BLOCK or x.stride(-1) != 1:
             return reference_hyper.rms_norm(x, weight, eps)
-        return hyper.rms_norm(x, weight, eps)
+        return hyper.rms_norm(x, weight, eps, self._rounded)
 
     def hc_mixes(
         self, streams: Tensor, fn: Tensor, scale: Tensor, base: Tensor, iters: int, hc_eps: float, rms_eps: float
@@ -100,8 +100,9 @@ class CudaKernels:
         return run(streams, fn, scale, base, iters, hc_eps, rms_eps)
 
     def hc_collapse(self, streams: Tensor, pre: Tensor, weight: Tensor, eps: float) -> Tensor:
-        run = hyper.hc_collapse if streams.shape[2] <= MAX_BLOCK else reference_hyper.hc_collapse
-        return run(streams, pre, weight, eps)
+        if streams.shape[2] > MAX_BLOCK:
+            return reference_hyper.hc_collapse(streams, pre, weight, eps)
+        return hyper.hc_collapse(streams, pre, weight, eps, self._rounded)
 
     def hc_expand(self, y: Tensor, streams: Tensor, post: Tensor, comb: Tensor) -> Tensor:
         return hyper.hc_expand(y.contiguous(), streams, post, comb)

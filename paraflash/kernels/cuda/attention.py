@@ -15,7 +15,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from paraflash.kernels.cuda.launch import kernel
+from paraflash.kernels.cuda.launch import ceil_div, kernel, power_of_2
 
 FLASH_HEADS, FLASH_WIDTH, FLASH_KEYS = 64, 512, 128  # what FlashMLA takes: heads, channels, multiple of keys
 TRITON_HEADS = 16  # up to this many local heads Triton is the faster one
@@ -43,12 +43,12 @@ def merge_indices(window: Tensor, slots: Tensor | None, window_base: int, slot_b
     """window [T, W] and slots [T, K] int64 (-1: none) -> rows [T, W + K padded] int32 and their used length [T]."""
     rows, w = window.shape
     k = 0 if slots is None else slots.shape[1]
-    total = triton.cdiv(w + k, FLASH_KEYS) * FLASH_KEYS
+    total = ceil_div(w + k, FLASH_KEYS) * FLASH_KEYS
     out = torch.empty(rows, total, dtype=torch.int32, device=window.device)
     lengths = torch.empty(rows, dtype=torch.int32, device=window.device)
     _merge_kernel[(rows,)](
         window, window if slots is None else slots, out, lengths, window_base, slot_base,
-        W=w, K=k, TOTAL=total, BLOCK=triton.next_power_of_2(total), HAS_SLOTS=slots is not None, num_warps=4,
+        W=w, K=k, TOTAL=total, BLOCK=power_of_2(total), HAS_SLOTS=slots is not None, num_warps=4,
     )  # fmt: skip
     return out, lengths
 
@@ -145,8 +145,8 @@ def triton_attention(
     """q [T, H, d] over window rows [n, d] and pool rows [m, d] of q's dtype -> [T, H, d]."""
     rows, heads, width = q.shape
     out = torch.empty_like(q)
-    block = min(64, max(16, triton.next_power_of_2(heads)))
-    _attend_kernel[(rows, triton.cdiv(heads, block))](
+    block = min(64, max(16, power_of_2(heads)))
+    _attend_kernel[(rows, ceil_div(heads, block))](
         q, window, window_index, window if pool is None else pool, window_index if slots is None else slots, sink, out,
         heads, scale, window_index.shape[1], 0 if slots is None else slots.shape[1],
         WIDTH=width, HEADS=block, KEYS=32 if width * block <= 16384 else 16, HAS_SLOTS=slots is not None,

@@ -8,35 +8,42 @@ the fp32 sum and still runs on the tensor cores.
 from __future__ import annotations
 
 import torch
-import triton
 import triton.language as tl
 from torch import Tensor
 
-from paraflash.kernels.cuda.launch import kernel
+from paraflash.kernels.cuda.launch import ceil_div, kernel, power_of_2
+from paraflash.kernels.cuda.linear import RoundedInputs, store_rounded
 
 MIX_SPLITS = 16  # parts of the K * D channels that run side by side in the projection
 
 
 @kernel
-def _norm_kernel(x_ptr, x_stride, w_ptr, out_ptr, eps, WIDTH: tl.constexpr, BLOCK: tl.constexpr):
+def _norm_kernel(
+    x_ptr, x_stride, w_ptr, out_ptr, rounded_ptr, eps, WIDTH: tl.constexpr, BLOCK: tl.constexpr, ROUND: tl.constexpr
+):  # fmt: skip
     row = tl.program_id(0).to(tl.int64)
     c = tl.arange(0, BLOCK)
     mask = c < WIDTH
     x = tl.load(x_ptr + row * x_stride + c, mask=mask, other=0.0).to(tl.float32)
     w = tl.load(w_ptr + c, mask=mask, other=0.0).to(tl.float32)
     rstd = tl.rsqrt(tl.sum(x * x, axis=0) / WIDTH + eps)
-    tl.store(out_ptr + row * WIDTH + c, (x * rstd * w).to(out_ptr.dtype.element_ty), mask=mask)
+    y = (x * rstd * w).to(out_ptr.dtype.element_ty)
+    tl.store(out_ptr + row * WIDTH + c, y, mask=mask)
+    if ROUND:
+        store_rounded(rounded_ptr + row * WIDTH + c, y, mask, BLOCK)
 
 
-def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+def rms_norm(x: Tensor, weight: Tensor, eps: float, inputs: RoundedInputs) -> Tensor:
     width = x.shape[-1]
     flat = x.reshape(-1, width)
-    out = torch.empty_like(flat, memory_format=torch.contiguous_format)
-    block = triton.next_power_of_2(width)
+    out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
+    rounded = inputs.room(out)
+    block = power_of_2(width)
     _norm_kernel[(flat.shape[0],)](
-        flat, flat.stride(0), weight, out, eps, WIDTH=width, BLOCK=block, num_warps=_warps(block)
-    )
-    return out.view(x.shape)
+        flat, flat.stride(0), weight, out, out if rounded is None else rounded, eps,
+        WIDTH=width, BLOCK=block, ROUND=rounded is not None, num_warps=_warps(block),
+    )  # fmt: skip
+    return out
 
 
 def _warps(block: int) -> int:
@@ -127,18 +134,18 @@ def hc_mixes(
     def fp32(*shape: int) -> Tensor:
         return torch.empty(*shape, dtype=torch.float32, device=streams.device)
 
-    part = triton.cdiv(triton.cdiv(width, MIX_SPLITS), 128) * 128
-    splits = triton.cdiv(width, part)
+    part = ceil_div(ceil_div(width, MIX_SPLITS), 128) * 128
+    splits = ceil_div(width, part)
     dots, squares = fp32(splits, rows, mixes), fp32(splits, rows)
-    block_rows = 64 if rows >= 512 else 16
+    block_rows = 128 if rows >= 2048 else 64 if rows >= 512 else 16
     bf16 = streams.dtype == torch.bfloat16
-    _mix_kernel[(triton.cdiv(rows, block_rows), splits)](
+    _mix_kernel[(ceil_div(rows, block_rows), splits)](
         streams, fn, dots, squares, rows,
-        WIDTH=width, PART=part, MIXES=mixes, ROWS=block_rows, COLS=max(16, triton.next_power_of_2(mixes)),
-        BLOCK=128 if bf16 else 32, PIECES=3 if bf16 else 0, num_warps=4, num_stages=3,
+        WIDTH=width, PART=part, MIXES=mixes, ROWS=block_rows, COLS=max(16, power_of_2(mixes)),
+        BLOCK=128 if bf16 else 32, PIECES=3 if bf16 else 0, num_warps=8 if block_rows == 128 else 4, num_stages=3,
     )  # fmt: skip
     pre, post, comb = fp32(rows, k), fp32(rows, k), fp32(rows, k, k)
-    _sinkhorn_kernel[(triton.cdiv(rows, 32),)](
+    _sinkhorn_kernel[(ceil_div(rows, 32),)](
         dots, squares, scale, base, pre, post, comb, rows, hc_eps, rms_eps,
         WIDTH=width, SPLITS=splits, K=k, ITERS=iters, ROWS=32, num_warps=1,
     )  # fmt: skip
@@ -147,7 +154,8 @@ def hc_mixes(
 
 @kernel
 def _collapse_kernel(
-    s_ptr, pre_ptr, w_ptr, out_ptr, eps, D: tl.constexpr, K: tl.constexpr, BLOCK: tl.constexpr
+    s_ptr, pre_ptr, w_ptr, out_ptr, rounded_ptr, eps,
+    D: tl.constexpr, K: tl.constexpr, BLOCK: tl.constexpr, ROUND: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(0).to(tl.int64)
     c = tl.arange(0, BLOCK)
@@ -160,14 +168,21 @@ def _collapse_kernel(
     h = h.to(dtype).to(tl.float32)
     w = tl.load(w_ptr + c, mask=mask, other=0.0).to(tl.float32)
     rstd = tl.rsqrt(tl.sum(h * h, axis=0) / D + eps)
-    tl.store(out_ptr + row * D + c, (h * rstd * w).to(dtype), mask=mask)
+    y = (h * rstd * w).to(dtype)
+    tl.store(out_ptr + row * D + c, y, mask=mask)
+    if ROUND:
+        store_rounded(rounded_ptr + row * D + c, y, mask, BLOCK)
 
 
-def hc_collapse(streams: Tensor, pre: Tensor, weight: Tensor, eps: float) -> Tensor:
+def hc_collapse(streams: Tensor, pre: Tensor, weight: Tensor, eps: float, inputs: RoundedInputs) -> Tensor:
     rows, k, d = streams.shape
     out = torch.empty(rows, d, dtype=streams.dtype, device=streams.device)
-    block = triton.next_power_of_2(d)
-    _collapse_kernel[(rows,)](streams, pre, weight, out, eps, D=d, K=k, BLOCK=block, num_warps=_warps(block))
+    rounded = inputs.room(out)
+    block = power_of_2(d)
+    _collapse_kernel[(rows,)](
+        streams, pre, weight, out, out if rounded is None else rounded, eps,
+        D=d, K=k, BLOCK=block, ROUND=rounded is not None, num_warps=_warps(block),
+    )  # fmt: skip
     return out
 
 
@@ -191,8 +206,8 @@ def _expand_kernel(
 def hc_expand(y: Tensor, streams: Tensor, post: Tensor, comb: Tensor) -> Tensor:
     rows, k, d = streams.shape
     out = torch.empty_like(streams)
-    block = min(1024, triton.next_power_of_2(d))
-    _expand_kernel[(rows, triton.cdiv(d, block))](y, streams, post, comb, out, D=d, K=k, BLOCK=block, num_warps=4)
+    block = min(1024, power_of_2(d))
+    _expand_kernel[(rows, ceil_div(d, block))](y, streams, post, comb, out, D=d, K=k, BLOCK=block, num_warps=4)
     return out
 
 
@@ -221,7 +236,7 @@ def _engram_kernel(
 def engram_write(streams: Tensor, u: Tensor, q_weight: Tensor, k_weight: Tensor, eps: float) -> Tensor:
     rows, k, d = streams.shape
     out = torch.empty_like(streams)
-    block = triton.next_power_of_2(d)
+    block = power_of_2(d)
     _engram_kernel[(rows, k)](
         streams, u, q_weight, k_weight, out, eps, d**-0.5, D=d, K=k, BLOCK=block, num_warps=_warps(block)
     )

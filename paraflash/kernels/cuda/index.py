@@ -12,14 +12,13 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
-import triton
 import triton.language as tl
 from torch import Tensor
 
 from paraflash.cache.pool import RecordPool
 from paraflash.cache.records import PlainRecord
 from paraflash.kernels.cuda.formats import exp2_int, pow2_ceil_exponent
-from paraflash.kernels.cuda.launch import kernel
+from paraflash.kernels.cuda.launch import ceil_div, kernel
 from paraflash.kernels.interface import IndexRows
 
 SCORE_BYTES = 1 << 30  # scores held at a time
@@ -48,7 +47,7 @@ def fp8_rows(x: Tensor) -> tuple[Tensor, Tensor]:
     codes = torch.empty(n, width, dtype=torch.float8_e4m3fn, device=x.device)
     scale = torch.empty(n, dtype=torch.float32, device=x.device)
     rows = max(1, 2048 // width)
-    _fp8_rows_kernel[(triton.cdiv(n, rows),)](x, codes, scale, n, WIDTH=width, ROWS=rows, num_warps=4)
+    _fp8_rows_kernel[(ceil_div(n, rows),)](x, codes, scale, n, WIDTH=width, ROWS=rows, num_warps=4)
     return codes, scale
 
 
@@ -105,7 +104,7 @@ def gather_keys(pool: RecordPool, rows: IndexRows, fp8: bool) -> Keys:
     out = torch.empty(total, width, dtype=torch.float8_e4m3fn if fp8 else record.dtype, device=device)
     scale = torch.empty(total if fp8 else 0, dtype=torch.float32, device=device)
     block = max(1, 4096 // width)
-    _gather_keys_kernel[(len(counts), triton.cdiv(widest, block))](
+    _gather_keys_kernel[(len(counts), ceil_div(widest, block))](
         pool.storage.view(record.dtype), rows.block_tables, plan[0], plan[1], out, scale,
         rows.block_tables.shape[1], rows.entries, WIDTH=width, ROWS=block, FP8=fp8, num_warps=4,
     )  # fmt: skip
@@ -155,9 +154,9 @@ def triton_scores(q: Tensor, weights: Tensor, keys: Keys, start: Tensor, visible
     """q [T, heads, di], weights [T, heads] fp32 (scaled) -> fp32 [T, width]; what a row may not see is not written."""
     rows, heads, width = q.shape
     block = 128
-    out = torch.empty(rows, triton.cdiv(keys.width, block) * block, dtype=torch.float32, device=q.device)
+    out = torch.empty(rows, ceil_div(keys.width, block) * block, dtype=torch.float32, device=q.device)
     queries = max(1, min(4, 128 // heads))
-    _scores_kernel[(triton.cdiv(rows, queries), triton.cdiv(keys.width, block))](
+    _scores_kernel[(ceil_div(rows, queries), ceil_div(keys.width, block))](
         q, weights, keys.rows, start, visible, out, out.stride(0), rows,
         HEADS=heads, WIDTH=width, QUERIES=queries, KEYS=block, EXACT=q.dtype == torch.float32, num_warps=8,
     )  # fmt: skip
@@ -181,7 +180,7 @@ def block_best(scores: Tensor, visible: Tensor, width: int, size: int) -> Tensor
     """Best score of each block of `size` entries [T, ceil(width / size)]; the newest visible block is +inf."""
     blocks = -(-width // size)
     out = torch.empty(scores.shape[0], blocks, dtype=torch.float32, device=scores.device)
-    _block_best_kernel[(scores.shape[0], triton.cdiv(blocks, 256))](
+    _block_best_kernel[(scores.shape[0], ceil_div(blocks, 256))](
         scores, scores.stride(0), visible, out, blocks, SIZE=size, BLOCK=256, num_warps=4
     )
     return out
@@ -224,7 +223,7 @@ def select(
         blocks, size = publish
         bits = None
         if width > blocks * size:
-            words = triton.cdiv(triton.cdiv(width, size), 32)
+            words = ceil_div(ceil_div(width, size), 32)
             bits = torch.empty(rows, words, dtype=torch.int32, device=visible.device)
         published = Candidates(bits, size)
     step = chunk_rows(rows, width)

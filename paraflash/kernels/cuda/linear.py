@@ -14,7 +14,7 @@ import triton.language as tl
 from torch import Tensor
 
 from paraflash.kernels.cuda.formats import mxfp8_round_trip
-from paraflash.kernels.cuda.launch import kernel
+from paraflash.kernels.cuda.launch import ceil_div, kernel
 from paraflash.kernels.reference import hyper
 
 
@@ -30,27 +30,37 @@ def _round_kernel(x_ptr, out_ptr, count, BLOCK: tl.constexpr):
 def round_activation(x: Tensor) -> Tensor:
     """x [.., n] with 32 | n, contiguous -> the same shape, rounded to e4m3 per 32 channels."""
     out = torch.empty_like(x)
-    _round_kernel[(triton.cdiv(x.numel(), 4096),)](x, out, x.numel(), BLOCK=4096, num_warps=8)
+    _round_kernel[(ceil_div(x.numel(), 4096),)](x, out, x.numel(), BLOCK=4096, num_warps=8)
     return out
 
 
 class RoundedInputs:
-    """Rounded copies of the last few inputs: one hidden row feeds several linears, and is rounded once."""
+    """Rounded copies of the last few inputs: one hidden row feeds several linears, and is rounded once.
+
+    From the first use on, kernels that produce inputs of linears may leave the rounded copy here at once (`wanted`).
+    """
 
     def __init__(self, keep: int = 2):
         self._keep = keep
         self._recent: list[tuple[weakref.ref[Tensor], Tensor]] = []
+        self.wanted = False
 
     def of(self, x: Tensor) -> Tensor:
+        self.wanted = True
         for source, rounded in self._recent:
             if source() is x:
                 return rounded
-        rounded = round_activation(x.contiguous())
+        return self.put(x, round_activation(x.contiguous()))
+
+    def put(self, x: Tensor, rounded: Tensor) -> Tensor:
         self._recent = [(weakref.ref(x), rounded), *self._recent[: self._keep - 1]]
         return rounded
 
-    def clear(self) -> None:
-        self._recent.clear()
+    def room(self, x: Tensor) -> Tensor | None:
+        """Where a producer of x writes its rounded copy; None if nobody wants one."""
+        if not self.wanted or x.shape[-1] % 32:
+            return None
+        return self.put(x, torch.empty_like(x))
 
 
 def linear_fp32(x: Tensor, weight: Tensor) -> Tensor:
@@ -69,17 +79,34 @@ def grouped_product(o: Tensor, wo_a: Tensor) -> Tensor:
 
 
 @kernel
-def _swiglu_kernel(gate_ptr, up_ptr, out_ptr, count, limit, BLOCK: tl.constexpr):
+def _swiglu_kernel(
+    gate_ptr, up_ptr, out_ptr, rounded_ptr, count, limit, BLOCK: tl.constexpr, ROUND: tl.constexpr
+):  # fmt: skip
     at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     mask = at < count
     g = tl.minimum(tl.load(gate_ptr + at, mask=mask, other=0.0).to(tl.float32), limit)
     u = tl.load(up_ptr + at, mask=mask, other=0.0).to(tl.float32)
     u = tl.minimum(tl.maximum(u, -limit), limit)
-    tl.store(out_ptr + at, (g * tl.sigmoid(g) * u).to(out_ptr.dtype.element_ty), mask=mask)
+    a = (g * tl.sigmoid(g) * u).to(out_ptr.dtype.element_ty)
+    tl.store(out_ptr + at, a, mask=mask)
+    if ROUND:
+        store_rounded(rounded_ptr + at, a, mask, BLOCK)
 
 
-def swiglu(gate: Tensor, up: Tensor, limit: float) -> Tensor:
+@triton.jit
+def store_rounded(pointers, x, mask, BLOCK: tl.constexpr):
+    """Stores x [BLOCK] rounded to e4m3 per 32 channels."""
+    wide = tl.reshape(mxfp8_round_trip(tl.reshape(x.to(tl.float32), (1, BLOCK)), 1, BLOCK // 32, 32), (BLOCK,))
+    tl.store(pointers, wide.to(x.dtype), mask=mask)
+
+
+def swiglu(gate: Tensor, up: Tensor, limit: float, inputs: RoundedInputs) -> Tensor:
     gate, up = gate.contiguous(), up.contiguous()
     out = torch.empty_like(gate)
-    _swiglu_kernel[(triton.cdiv(gate.numel(), 2048),)](gate, up, out, gate.numel(), limit, BLOCK=2048, num_warps=8)
+    rounded = inputs.room(out)
+    count = gate.numel()
+    _swiglu_kernel[(ceil_div(count, 2048),)](
+        gate, up, out, out if rounded is None else rounded, count, limit,
+        BLOCK=2048, ROUND=rounded is not None, num_warps=8,
+    )  # fmt: skip
     return out

@@ -13,13 +13,12 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-import triton
 import triton.language as tl
 from torch import Tensor
 
 from paraflash.checkpoint.quant import QuantTensor
 from paraflash.kernels.cuda.formats import mxfp8_round_trip
-from paraflash.kernels.cuda.launch import kernel
+from paraflash.kernels.cuda.launch import ceil_div, kernel, power_of_2
 from paraflash.kernels.cuda.linear import linear_fp32
 from paraflash.kernels.interface import Expert
 
@@ -77,9 +76,9 @@ def route(
     logits = linear_fp32(h, gate)
     ids = torch.empty(rows, topk, dtype=torch.int64, device=h.device)
     weights = torch.empty(rows, topk, dtype=torch.float32, device=h.device)
-    _route_kernel[(triton.cdiv(rows, 4),)](
+    _route_kernel[(ceil_div(rows, 4),)](
         logits, bias, ids, weights, rows, factor, temperature,
-        E=count, BLOCK=triton.next_power_of_2(count), TOPK=topk, KPAD=triton.next_power_of_2(topk),
+        E=count, BLOCK=power_of_2(count), TOPK=topk, KPAD=power_of_2(topk),
         ROWS=4, RENORMALISE=renormalise, num_warps=4,
     )  # fmt: skip
     return ids, weights
@@ -135,11 +134,11 @@ def permute(ids: Tensor, first: int, experts: int) -> Permutation:
     counts, source, place = torch.empty(experts + 2 * total, dtype=torch.int32, device=device).split(
         [experts, total, total]
     )
-    block = min(2048, max(64, triton.next_power_of_2(total)))
+    block = min(2048, max(64, power_of_2(total)))
     _count_kernel[(experts,)](ids, counts, first, total, BLOCK=block, num_warps=4)
     _place_kernel[(experts,)](
         ids, counts, offsets, source, place, first, total, experts,
-        BLOCK=block, EXPERTS=triton.next_power_of_2(experts), num_warps=4,
+        BLOCK=block, EXPERTS=power_of_2(experts), num_warps=4,
     )  # fmt: skip
     return Permutation(offsets, source, place.view(ids.shape))
 
@@ -315,14 +314,14 @@ def run_experts(
     _gather_kernel[(total,)](h, p.source, end, x, D=d, TOPK=topk, BLOCK=1024, num_warps=4)
     gate_up = packed.up(x, p.offsets, expected)
     a = torch.empty(total, inner, dtype=h.dtype, device=h.device)
-    block = min(1024, triton.next_power_of_2(inner))
-    _activation_kernel[(total, triton.cdiv(inner, block))](
+    block = min(1024, power_of_2(inner))
+    _activation_kernel[(total, ceil_div(inner, block))](
         gate_up, p.source, weights, end, a, limit, INNER=inner, BLOCK=block, ROUND=round_input, num_warps=4
     )
     y = packed.down(a, p.offsets, expected)
     out = torch.empty(rows, d, dtype=torch.float32, device=h.device)
-    block = min(1024, triton.next_power_of_2(d))
-    _combine_kernel[(rows, triton.cdiv(d, block))](
+    block = min(1024, power_of_2(d))
+    _combine_kernel[(rows, ceil_div(d, block))](
         y, ids, p.place, out, packed.first, packed.count, D=d, TOPK=topk, BLOCK=block, num_warps=4
     )
     return out

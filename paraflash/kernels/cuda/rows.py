@@ -7,13 +7,12 @@ rotate q and o in place. The rounding points are the reference's: after the norm
 from __future__ import annotations
 
 import torch
-import triton
 import triton.language as tl
 from torch import Tensor
 
 from paraflash.cache.records import PlainRecord, Record
 from paraflash.kernels.cuda.formats import load_angles, mxfp4_round_trip, mxfp8_round_trip, nvfp4_round_trip, rope_tail
-from paraflash.kernels.cuda.launch import kernel
+from paraflash.kernels.cuda.launch import ceil_div, kernel, power_of_2
 from paraflash.kernels.interface import Rotary
 
 NONE, WINDOW, LATENT, INDEX = 0, 1, 2, 3  # which trained rounding
@@ -59,7 +58,7 @@ def transform_rows(
     n, width = x.shape
     out = torch.empty(n, width, dtype=dtype, device=x.device)
     rows = max(1, BLOCK_ELEMENTS // width)
-    _row_kernel[(triton.cdiv(n, rows),)](
+    _row_kernel[(ceil_div(n, rows),)](
         x, x.stride(0), weight if weight is not None else x, rotary.cos, rotary.sin, out, n, heads, eps,
         WIDTH=width, ROPE=2 * rotary.cos.shape[-1], ROWS=rows, NORM=weight is not None, ROUND=rounding, num_warps=4,
     )  # fmt: skip
@@ -102,7 +101,7 @@ def rope_in_place(x: Tensor, rotary: Rotary, inverse: bool) -> Tensor:
     width, pairs = x.shape[-1], rotary.cos.shape[-1]
     rows = x.numel() // width
     block = max(1, BLOCK_ELEMENTS // (2 * pairs))
-    _rope_kernel[(triton.cdiv(rows, block),)](
+    _rope_kernel[(ceil_div(rows, block),)](
         x, width, rotary.cos, rotary.sin, rows, max(1, rows // max(1, x.shape[0])),
         START=width - 2 * pairs, PAIRS=pairs, ROWS=block, INVERSE=inverse, num_warps=4,
     )  # fmt: skip
@@ -125,8 +124,8 @@ def _pool_kernel(first_ptr, second_ptr, out_ptr, first_stride, second_stride, WI
 def pool_pairs(first: Tensor, second: Tensor) -> Tensor:
     groups, width = first.shape[0], first.shape[1] // 2
     out = torch.empty(groups, width, dtype=torch.float32, device=first.device)
-    block = min(512, triton.next_power_of_2(width))
-    _pool_kernel[(groups, triton.cdiv(width, block))](
+    block = min(512, power_of_2(width))
+    _pool_kernel[(groups, ceil_div(width, block))](
         first, second, out, first.stride(0), second.stride(0), WIDTH=width, BLOCK=block, num_warps=4
     )
     return out
