@@ -3,8 +3,8 @@
     python benchmarks/multi_turn.py [--model FOLDER] [--device cpu] [--pcp 2] [--repeat 3]
 
 All conversations send their next turn at once; the whole history is the prompt each time. Without --model a small
-random checkpoint is written to a temporary folder (8 layers, hidden size 64, window 128). Ids are random, so only times and counts
-mean anything. One line of JSON per setting at the end.
+random checkpoint is written to a temporary folder (8 layers, hidden size 64, window 128). Ids are random, so only
+times and counts mean anything. Prints a line of JSON per setting.
 """
 
 from __future__ import annotations
