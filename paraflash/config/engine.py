@@ -44,7 +44,7 @@ class EngineConfig:
     kv_cache_memory_bytes: int | None = None
     num_gpu_blocks_override: int | None = None  # KV blocks, on any device
     enable_prefix_caching: bool = True
-    swa_bounded_replay: bool = True
+    swa_bounded_replay: bool | None = None  # None: on, but off in float32, the dtype for exact results
     enforce_eager: bool = False
     async_scheduling: bool | None = None
     load_format: str = "auto"  # auto, dummy

@@ -50,7 +50,7 @@ _AT_LEAST_OR_NONE = {
     "kv_cache_memory_bytes": 1,
     "num_gpu_blocks_override": 1,
 }
-_SWITCHES = ("enable_expert_parallel", "enable_prefix_caching", "swa_bounded_replay", "enforce_eager", "check_caches")
+_SWITCHES = ("enable_expert_parallel", "enable_prefix_caching", "enforce_eager", "check_caches")
 _ONLY_ONE = {
     "pipeline_parallel_size": "pipeline parallelism is not supported; use -tp and -pcp",
     "data_parallel_size": "data parallelism is not supported; start one server per replica, or use -pcp",
@@ -71,9 +71,12 @@ def resolve(config: EngineConfig, model: ModelConfig) -> EngineConfig:
     config = _choose_device(config)
     cuda = config.device == "cuda"
     dtype = model.dtype if config.dtype == "auto" else config.dtype
+    # Bounded replay is an approximation by definition; float32 is asked for where results must be exact.
+    replay = config.swa_bounded_replay if config.swa_bounded_replay is not None else dtype != "float32"
     config = replace(
         config,
         tokenizer=config.tokenizer or config.model,
+        swa_bounded_replay=replay,
         dtype=dtype,
         kv_cache_dtype=_kv_cache_dtype(config, dtype),
         max_num_batched_tokens=config.max_num_batched_tokens or (8192 if cuda else 2048),
@@ -125,8 +128,9 @@ def _check_values(config: EngineConfig) -> None:
         value = getattr(config, name)
         if not isinstance(value, (int, float)) or isinstance(value, bool) or not 0 < value <= high:
             raise Refused(f"{name} is {value!r}; a number above 0 and at most {high:g} is needed")
-    if config.async_scheduling not in (None, True, False):
-        raise Refused(f"async_scheduling is {config.async_scheduling!r}; true, false or nothing is needed")
+    for name in ("async_scheduling", "swa_bounded_replay"):
+        if not isinstance(getattr(config, name), (bool, type(None))):
+            raise Refused(f"{name} is {getattr(config, name)!r}; true, false or nothing is needed")
     if not isinstance(config.model, (str, os.PathLike)) or not (
         config.tokenizer is None or isinstance(config.tokenizer, (str, os.PathLike))
     ):

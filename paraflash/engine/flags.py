@@ -112,7 +112,11 @@ def add_engine_flags(parser: argparse.ArgumentParser) -> None:
     _value(cache, "kv_cache_memory_bytes", length, "bytes of KV cache per rank, instead of a share of the memory")
     _value(cache, "num_gpu_blocks_override", int, "number of KV blocks, on any device")
     _switch(cache, "enable_prefix_caching", "share the KV of equal prompt beginnings")
-    _switch(cache, "swa_bounded_replay", "run the decoder layers of a prompt on its trailing window only")
+    _switch(
+        cache,
+        "swa_bounded_replay",
+        "run the decoder layers of a prompt on its trailing window only (default on, off with --dtype float32)",
+    )
 
     schedule = parser.add_argument_group("scheduling")
     _value(schedule, "max_model_len", model_length, "prompt plus output tokens of a request: 4096, 32k, 1M or auto")

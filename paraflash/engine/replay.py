@@ -28,7 +28,12 @@ def drops_rows(config: EngineConfig, model: ModelConfig) -> bool:
     """Whether prompt rows may leave out the decoder: it is wanted, there is a decoder, and no Engram layer in it."""
     owner = model.last_kv_owner
     decoder = [layer for layer in model.layers if layer.index > owner]
-    return config.swa_bounded_replay and owner >= 0 and bool(decoder) and max(model.engram_layers, default=-1) < owner
+    return (
+        bool(config.swa_bounded_replay)
+        and owner >= 0
+        and bool(decoder)
+        and max(model.engram_layers, default=-1) < owner
+    )
 
 
 def certain_rows(config: EngineConfig) -> int:

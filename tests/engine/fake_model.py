@@ -109,7 +109,7 @@ class Rig:
     """A scheduler and a fake model, with the answers put together."""
 
     def __init__(self, num_blocks: int = 65, **settings):
-        defaults = {"max_model_len": 4096, "max_num_batched_tokens": 64, "max_num_seqs": 8}
+        defaults = {"max_model_len": 4096, "max_num_batched_tokens": 64, "max_num_seqs": 8, "swa_bounded_replay": True}
         self.config = EngineConfig(model="", **{**defaults, **settings})
         self.scheduler = Scheduler(self.config, MODEL, num_blocks)
         self.model = FakeModel()

@@ -118,6 +118,7 @@ def recorded(tp: int = 1, pcp: int = 1, **settings) -> Iterator[Recorder]:
             "max_model_len": 1000,
             "max_num_batched_tokens": 64,
             "max_num_seqs": 4,
+            "swa_bounded_replay": True,
             **settings,
         },
     )

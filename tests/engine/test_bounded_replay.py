@@ -40,14 +40,15 @@ NO_OWNER = {"compress_ratios": [0] * 10, "kv_source_layer_ids": [], "index_sourc
 )
 def test_rows_are_dropped_only_where_the_decoder_leaves_nothing_but_windows(change, allowed):
     model = load_config(NARROW, {"text_config": change})
-    assert drops_rows(EngineConfig("m"), model) is allowed
+    assert drops_rows(EngineConfig("m", swa_bounded_replay=True), model) is allowed
     assert not drops_rows(EngineConfig("m", swa_bounded_replay=False), model)
 
 
 def test_the_released_model_drops_rows_and_goes_back_one_window():
     model = parse_config(json.loads(RELEASED.read_text()))
-    assert drops_rows(EngineConfig("m"), model) and model.last_kv_owner == 20
-    assert rewind_rows(EngineConfig("m"), model) == 128
+    on = EngineConfig("m", swa_bounded_replay=True)
+    assert drops_rows(on, model) and model.last_kv_owner == 20
+    assert rewind_rows(on, model) == 128
     assert rewind_rows(EngineConfig("m", swa_bounded_replay=False), model) == 40 * 127
 
 

@@ -131,7 +131,8 @@ def test_all_ranks_hit_the_same_blocks_in_a_mixed_workload_with_exact_windows(tp
 
 
 def test_cached_tokens_reach_the_output_of_generate():
-    with LLM(NARROW, device="cpu", dtype="float32", num_gpu_blocks_override=8, max_num_batched_tokens=64) as llm:
+    options = dict(dtype="float32", num_gpu_blocks_override=8, max_num_batched_tokens=64, swa_bounded_replay=True)
+    with LLM(NARROW, device="cpu", **options) as llm:
         params = SamplingParams(temperature=0, max_tokens=2)
         outputs = [llm.generate({"prompt_token_ids": prompt(n)}, params, use_tqdm=False)[0] for n in (150, 150, 150)]
         salted = llm.generate({"prompt_token_ids": prompt(150), "cache_salt": "s"}, params, use_tqdm=False)[0]

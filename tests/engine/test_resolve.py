@@ -45,6 +45,15 @@ def test_without_rounding_the_cache_takes_the_compute_dtype(model: ModelConfig, 
     assert (config.dtype, config.kv_cache_dtype) == (dtype, dtype)
 
 
+def test_bounded_replay_is_on_unless_results_are_to_be_exact(model: ModelConfig) -> None:
+    assert resolve(cpu(), model).swa_bounded_replay is True
+    assert resolve(cpu(dtype="float32"), model).swa_bounded_replay is False
+    assert resolve(cpu(dtype="float32", swa_bounded_replay=True), model).swa_bounded_replay is True
+    assert resolve(cpu(swa_bounded_replay=False), model).swa_bounded_replay is False
+    with pytest.raises(Refused, match="swa_bounded_replay is 'yes'"):
+        resolve(cpu(swa_bounded_replay="yes"), model)
+
+
 def test_resolving_twice_changes_nothing(model: ModelConfig) -> None:
     once = resolve(cpu(moe_backend="marlin", max_model_len=-1), model)
     assert resolve(once, model) == once
