@@ -5,7 +5,7 @@ from typing import Any
 
 import httpx
 import pytest
-from conftest import RunningServer, events
+from running_server import RunningServer, events
 
 SAID = "SAY<<the quick brown fox>>END"
 

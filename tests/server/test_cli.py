@@ -4,7 +4,7 @@ import argparse
 from typing import Any
 
 import pytest
-from conftest import SCRIPTED
+from running_server import SCRIPTED
 
 from paraflash.config.engine import Refused
 from paraflash.engine.flags import engine_config

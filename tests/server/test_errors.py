@@ -5,7 +5,7 @@ from typing import Any
 
 import httpx
 import pytest
-from conftest import RunningServer
+from running_server import RunningServer
 
 CHAT = {"messages": [{"role": "user", "content": "SAY<<</think>ok>>END"}], "max_tokens": 20}
 TEXT = {"prompt": "SAY<<ok>>END"}

@@ -11,7 +11,7 @@ from typing import Any
 
 import httpx
 import pytest
-from conftest import RunningServer
+from running_server import RunningServer
 
 FOREVER = {"prompt": "SLOW FOREVER", "max_tokens": 4000}
 

@@ -15,7 +15,7 @@ from typing import Any
 import httpx
 import openai
 import pytest
-from conftest import RunningServer, events
+from running_server import RunningServer, events
 from soak import soak
 
 # The launch command of the vLLM guide for this model, on the CPU.
