@@ -65,6 +65,8 @@ class RecordPool:
         if not record.split:
             stride, start = (data + scale, data + scale), (0, data)
         page, base = self.storage.stride(0), self.storage.storage_offset()
+        # Bytes from page to page, from row to row, from a page to its first scales, from scales to scales.
+        self.layout = (page, stride[0], start[1], stride[1])
         self._data = self.storage.as_strided((pages, entries, data), (page, stride[0], 1), base + start[0])
         self._scale = (
             self.storage.as_strided((pages, entries, scale), (page, stride[1], 1), base + start[1]) if scale else None

@@ -81,6 +81,12 @@ def test_rounded_copies_are_rounded_outputs(maker: Maker) -> None:
     checks.check_rounded_copies(BARE, maker, SIZES)
 
 
+@pytest.mark.parametrize("name", ["fp8_ds_mla", "nvfp4_ds_mla"])
+@pytest.mark.parametrize("kernels", [BARE, FULL], ids=["triton", "packages"])
+def test_stored_rows_match_the_reference(maker: Maker, kernels: CudaKernels, name: str) -> None:
+    checks.check_stored_rows(kernels, maker, SIZES, name)
+
+
 def test_router_matches_the_reference(maker: Maker) -> None:
     checks.check_router(BARE, maker, SIZES)
 

@@ -162,6 +162,50 @@ def compare_choice(found: torch.Tensor, wanted: torch.Tensor) -> None:
     assert float((a != b).sum()) <= 2e-3 * float(b.sum()) + 1
 
 
+def check_stored_rows(kernels: Any, m: Maker, s: Sizes, name: str) -> None:
+    """A cache of another dtype: its rows are read by slot, attended to and scored as the reference decodes them."""
+    from paraflash.cache.pool import RecordPool
+    from paraflash.cache.records import kv_format
+    from paraflash.kernels.cuda.records import read_rows
+
+    fmt, entries = kv_format(name, s.head_dim, s.rope, s.index_dim), 32
+    pages = 5 + 3 * s.chosen // entries
+    every = torch.arange(pages * entries, device=m.device)
+
+    def filled(record: Any) -> RecordPool:
+        pool = RecordPool(record, pages, entries, m.device)
+        pool.write(every, record.encode(m.normal(pages * entries, record.dim, scale=3.0, dtype=torch.float32)))
+        return pool
+
+    for record in (fmt.latent, fmt.window, fmt.index):
+        pool, slots = filled(record), m.integers(-1, pages * entries, 77)
+        out = torch.empty(77, record.dim, dtype=m.dtype, device=m.device)
+        read_rows(pool, slots, out)
+        wanted = pool.read(slots.clamp_min(0)).masked_fill(slots[:, None] < 0, 0)
+        assert torch.equal(out.float(), wanted)
+
+    ring = RecordPool(fmt.window, 3, s.window, m.device)
+    step_rows = fmt.window.encode(m.normal(s.rows, s.head_dim, dtype=torch.float32))
+    prior = m.integers(0, 3 * s.window, 5)
+    window_index = m.integers(-1, 5 + s.rows, s.rows, s.window)
+    slots = m.integers(-1, pages * entries, s.rows, s.chosen)
+    q, sink = m.normal(s.rows, s.heads, s.head_dim), m.normal(s.heads, dtype=torch.float32)
+    keys, scale, pool = kernels.window_keys(ring, prior, step_rows), s.head_dim**-0.5, filled(fmt.latent)
+    for which, chosen in ((pool, slots), (None, None)):
+        found = kernels.attend(q, keys, window_index, which, chosen, sink, scale)
+        own = REFERENCE.window_keys(ring, prior, step_rows)
+        wanted = REFERENCE.attend(q.float(), own, window_index, which, chosen, sink, scale)
+        near(found, wanted.to(m.dtype), LIMIT[m.dtype])
+
+    lengths, counts = [2 * s.chosen + 3, s.chosen // 2], [3, 2]
+    rows = index_rows(m, lengths, counts, entries, pages)
+    q, weights = m.normal(5, s.index_heads, s.index_dim), m.normal(5, s.index_heads, dtype=torch.float32)
+    q = kernels.index_queries(q, m.rotary(5, s.rope // 2), True)
+    keys = filled(fmt.index)
+    found, _ = kernels.select_entries(q, weights, keys, rows, s.chosen, 0.1)
+    compare_choice(found, REFERENCE.select_entries(q, weights, keys, rows, s.chosen, 0.1)[0])
+
+
 def check_router(kernels: Any, m: Maker, s: Sizes) -> None:
     h, gate = m.normal(s.rows, s.hidden), m.normal(s.experts, s.hidden, scale=s.hidden**-0.5)
     bias = m.normal(s.experts, scale=0.1, dtype=torch.float32)

@@ -68,6 +68,11 @@ def test_rounded_copies_are_rounded_outputs(kernels: CudaKernels, maker: Maker) 
     checks.check_rounded_copies(kernels, maker, SMALL)
 
 
+@pytest.mark.parametrize("name", ["fp8_ds_mla", "nvfp4_ds_mla"])
+def test_stored_rows_match_the_reference(kernels: CudaKernels, maker: Maker, name: str) -> None:
+    checks.check_stored_rows(kernels, maker, SMALL, name)
+
+
 def test_router_matches_the_reference(kernels: CudaKernels, maker: Maker) -> None:
     checks.check_router(kernels, maker, SMALL)
 

@@ -21,6 +21,11 @@ FLASH_HEADS, FLASH_WIDTH, FLASH_KEYS = 64, 512, 128  # what FlashMLA takes: head
 TRITON_HEADS = 16  # up to this many local heads Triton is the faster one
 
 
+def flash_pays(heads: int) -> bool:
+    """Whether FlashMLA with padded heads beats Triton for this number of local heads."""
+    return TRITON_HEADS < heads <= FLASH_HEADS
+
+
 @kernel(do_not_specialize=("window_base", "slot_base"))
 def _merge_kernel(
     window_ptr, slots_ptr, out_ptr, lengths_ptr, window_base, slot_base,

@@ -19,6 +19,7 @@ from paraflash.cache.pool import RecordPool
 from paraflash.cache.records import PlainRecord
 from paraflash.kernels.cuda.formats import exp2_int, pow2_ceil_exponent
 from paraflash.kernels.cuda.launch import ceil_div, kernel
+from paraflash.kernels.cuda.records import read_rows
 from paraflash.kernels.interface import IndexRows
 
 SCORE_BYTES = 1 << 30  # scores held at a time
@@ -88,11 +89,10 @@ class Keys:
     width: int  # most entries any row may use
 
 
-def gather_keys(pool: RecordPool, rows: IndexRows, fp8: bool) -> Keys:
-    """Pulls the keys that this step's rows may see out of the pool's pages (PlainRecord pools)."""
-    record = pool.record
-    assert isinstance(record, PlainRecord)
-    device = pool.storage.device
+def gather_keys(pool: RecordPool, rows: IndexRows, fp8: bool, dtype: torch.dtype) -> Keys:
+    """Pulls the keys that this step's rows may see out of the pool's pages: fp8, or the pool's dtype if it is plain,
+    or `dtype`."""
+    record, device = pool.record, pool.storage.device
     counts = [0] * rows.block_tables.shape[0]
     for first, end, request in rows.segments:
         counts[request] = max(counts[request], int(rows.visible_host[first:end].max()))
@@ -101,6 +101,14 @@ def gather_keys(pool: RecordPool, rows: IndexRows, fp8: bool) -> Keys:
         starts.append(starts[-1] + count)
     plan = torch.tensor([counts, starts[:-1]], dtype=torch.int32).to(device, non_blocking=True)
     total, widest, width = starts[-1], max(counts), record.dim
+    start = plan[1][rows.row_request]
+    if not isinstance(record, PlainRecord):
+        owner = torch.arange(len(counts), device=device).repeat_interleave(plan[0], output_size=total)
+        entry = torch.arange(total, device=device) - plan[1][owner]
+        slots = rows.block_tables[owner, entry // rows.entries] * rows.entries + entry % rows.entries
+        values = torch.empty(total, width, dtype=dtype, device=device)
+        read_rows(pool, slots, values)
+        return Keys(*fp8_rows(values), start, widest) if fp8 else Keys(values, values.new_empty(0), start, widest)
     out = torch.empty(total, width, dtype=torch.float8_e4m3fn if fp8 else record.dtype, device=device)
     scale = torch.empty(total if fp8 else 0, dtype=torch.float32, device=device)
     block = max(1, 4096 // width)
@@ -108,7 +116,7 @@ def gather_keys(pool: RecordPool, rows: IndexRows, fp8: bool) -> Keys:
         pool.storage.view(record.dtype), rows.block_tables, plan[0], plan[1], out, scale,
         rows.block_tables.shape[1], rows.entries, WIDTH=width, ROWS=block, FP8=fp8, num_warps=4,
     )  # fmt: skip
-    return Keys(out, scale, plan[1][rows.row_request], widest)
+    return Keys(out, scale, start, widest)
 
 
 @kernel(do_not_specialize=("rows",))

@@ -1,0 +1,102 @@
+"""Rows of a record pool as numbers: gathered by slot and decoded in one pass.
+
+Serves the caches that are not plain bf16 rows. Codes are decoded by arithmetic on their bits, as in formats.py; every
+value is exact in bf16 (at most six significant bits times a power of two, or bf16 itself).
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from paraflash.cache.pool import RecordPool
+from paraflash.cache.records import Fp8DsMlaRecord, Fp8IndexRecord, Mxfp4Record, Mxfp8Record, Nvfp4Record, Record
+from paraflash.kernels.cuda.launch import ceil_div, kernel
+
+KINDS: dict[type[Record], int] = {
+    Mxfp8Record: 1,
+    Nvfp4Record: 2,
+    Fp8DsMlaRecord: 3,
+    Mxfp4Record: 4,
+    Fp8IndexRecord: 5,
+}
+
+
+@triton.jit
+def _e4m3(byte):
+    """e4m3 codes (int32) -> fp32."""
+    exponent, mantissa = (byte >> 3) & 15, byte & 7
+    normal = (((exponent + 120) << 23) | (mantissa << 20)).to(tl.float32, bitcast=True)
+    value = tl.where(exponent == 0, mantissa.to(tl.float32) * 0.001953125, normal)
+    return tl.where(byte >= 128, -value, value)
+
+
+@triton.jit
+def _e2m1(code):
+    """e2m1 codes (int32) -> fp32."""
+    exponent, mantissa = (code >> 1) & 3, code & 1
+    normal = (((exponent + 126) << 23) | (mantissa << 22)).to(tl.float32, bitcast=True)
+    value = tl.where(exponent == 0, mantissa.to(tl.float32) * 0.5, normal)
+    return tl.where((code & 8) != 0, -value, value)
+
+
+@triton.jit
+def _e8m0(byte):
+    """UE8M0 scale bytes (int32, 1 to 254) -> fp32."""
+    return (byte << 23).to(tl.float32, bitcast=True)
+
+
+@kernel(do_not_specialize=("count", "entries"))
+def _read_kernel(
+    storage_ptr, slots_ptr, out_ptr, count, entries, page_stride, data_stride, scale_start, scale_stride,
+    KIND: tl.constexpr, WIDTH: tl.constexpr, NOPE: tl.constexpr, ROWS: tl.constexpr,
+):  # fmt: skip
+    row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+    slot = tl.load(slots_ptr + row, mask=row < count, other=-1)
+    ok = (slot >= 0)[:, None]
+    page = storage_ptr + (slot // entries).to(tl.int64) * page_stride
+    data = (page + (slot % entries) * data_stride)[:, None]
+    scale = (page + scale_start + (slot % entries) * scale_stride)[:, None]
+    c = tl.arange(0, WIDTH)[None, :]
+    if KIND == 1:
+        byte = tl.load(data + c, mask=ok, other=0).to(tl.int32)
+        value = _e4m3(byte) * _e8m0(tl.load(scale + c // 32, mask=ok, other=1).to(tl.int32))
+    elif KIND == 3:
+        byte = tl.load(data + c, mask=ok & (c < NOPE), other=0).to(tl.int32)
+        head = _e4m3(byte) * _e8m0(tl.load(scale + c // 64, mask=ok & (c < NOPE), other=1).to(tl.int32))
+        tail = data + NOPE + 2 * (c - NOPE)
+        low = tl.load(tail, mask=ok & (c >= NOPE), other=0).to(tl.int32)
+        high = tl.load(tail + 1, mask=ok & (c >= NOPE), other=0).to(tl.int32)
+        value = tl.where(c < NOPE, head, ((low << 16) | (high << 24)).to(tl.float32, bitcast=True))
+    elif KIND == 5:
+        byte = tl.load(data + c, mask=ok, other=0).to(tl.int32)
+        bits = tl.zeros((ROWS, 1), dtype=tl.int32)
+        for b in tl.static_range(4):
+            bits |= tl.load(scale + b, mask=ok, other=0).to(tl.int32) << (8 * b)
+        value = _e4m3(byte) * bits.to(tl.float32, bitcast=True)
+    else:
+        byte = tl.load(data + c // 2, mask=ok, other=0).to(tl.int32)
+        code = (byte >> (4 * (c % 2))) & 15
+        if KIND == 2:
+            value = _e2m1(code) * _e4m3(tl.load(scale + c // 16, mask=ok, other=0).to(tl.int32))
+        else:
+            value = _e2m1(code) * _e8m0(tl.load(scale + c // 32, mask=ok, other=1).to(tl.int32))
+    at = row.to(tl.int64)[:, None] * WIDTH + c
+    tl.store(out_ptr + at, value.to(out_ptr.dtype.element_ty), mask=(row < count)[:, None])
+
+
+def readable(record: Record) -> bool:
+    """Whether `read_rows` knows the record and its width."""
+    return type(record) in KINDS and record.dim & (record.dim - 1) == 0
+
+
+def read_rows(pool: RecordPool, slots: Tensor, out: Tensor) -> None:
+    """Rows of slots [n] int64 (-1: zeros) into out [n, dim] (contiguous rows, any float dtype)."""
+    record, width = pool.record, pool.record.dim
+    nope = width - record.rope_dim if isinstance(record, Fp8DsMlaRecord) else width
+    rows = max(1, 2048 // width)
+    _read_kernel[(ceil_div(len(slots), rows),)](
+        pool.storage, slots, out, len(slots), pool.entries, *pool.layout,
+        KIND=KINDS[type(record)], WIDTH=width, NOPE=nope, ROWS=rows, num_warps=4,
+    )  # fmt: skip
