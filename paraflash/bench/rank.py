@@ -1,8 +1,9 @@
 """`paraflash bench rank`: one rank's share of any topology on one GPU, before the other GPUs are there.
 
 Rank 0 runs with its true shapes: its heads, its experts, its local rows and the gathered rows of its MoE. Collectives
-are replaced by copies of the same bytes, and what they would take is modelled from the planner's hardware file. A
-prompt of --input-len tokens is prefilled in steps of --max-num-batched-tokens; with --decode, rows are decoded instead.
+are replaced by copies of the same bytes, and what they would take is modelled from the planner's hardware file. Rates
+are given by the clock and, since a slow host hides differences between topologies, by the time the GPU was busy. A
+prompt of --input-len tokens is prefilled in steps of --max-num-batched-tokens; with --decode, rows are decoded too.
 """
 
 from __future__ import annotations
@@ -209,8 +210,9 @@ def seconds_of(runner: ModelRunner, steps: list[StepInput], repeat: int) -> tupl
     return statistics.median(times[1:]), statistics.median(issued[1:])
 
 
-def exchange_of(runner: ModelRunner, steps: list[StepInput], hardware: Any) -> dict[str, float]:
-    """Modelled seconds of the collectives of these steps, by group and label."""
+def exchange_of(runner: ModelRunner, steps: list[StepInput], hardware: Any) -> tuple[dict[str, float], float]:
+    """Of the collectives of these steps: modelled seconds by group and label, and the least seconds of the copies that
+    stand for them on this GPU."""
     from paraflash.planner.hardware import exchange_seconds
 
     runner.start_collective_log()
@@ -218,13 +220,16 @@ def exchange_of(runner: ModelRunner, steps: list[StepInput], hardware: Any) -> d
         runner.execute(step)
     sizes = {"tp": runner.mesh.tp.size, "pcp": runner.mesh.pcp.size}
     found: dict[str, float] = {}
+    copied = 0.0
     for entry in runner.collective_log():
         size = sizes[entry.group]
         nbytes = entry.nbytes * (size if entry.op == "all_gather" else 1)
         key = f"{entry.group} {entry.label}"
         found[key] = found.get(key, 0.0) + exchange_seconds(entry.op, nbytes, size, hardware)
+        kept = nbytes / size if entry.op == "reduce_scatter" else nbytes
+        copied += 2 * kept  # read and written; a gather reads its source once per rank
     runner.mesh.tp.log = runner.mesh.pcp.log = None
-    return found
+    return found, copied / hardware.memory_bandwidth
 
 
 def busy_of(runner: ModelRunner, steps: list[StepInput]) -> tuple[float, list[tuple[str, int, float]]]:
@@ -287,8 +292,9 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
     works += [("decode", n, [decode_step(model.vocab_size, n, args.decode_context)], n) for n in args.decode]
     for kind, size, steps, tokens in works:
         wall, issued = seconds_of(runner, steps, args.repeat)
-        exchange = exchange_of(runner, steps, hardware)
-        total = wall + sum(exchange.values())
+        exchange, copies = exchange_of(runner, steps, hardware)
+        exchanged = sum(exchange.values())
+        busy, _ = busy_of(runner, steps)
         kernels.recording = True
         torch.cuda.synchronize()
         begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
@@ -303,18 +309,24 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
             "steps": len(steps),
             "wall_seconds": wall,
             "host_seconds": issued,
+            "busy_seconds": busy,
+            "copy_seconds": copies,
             "exchange_seconds": exchange,
-            "tokens_per_second": tokens / total,
+            "tokens_per_second": tokens / (wall - copies + exchanged),
+            "busy_tokens_per_second": tokens / (busy - copies + exchanged),
             "last_step_seconds": last,
             "operations": [asdict(r) for r in rows],
         }
-        modelled = f"{sum(exchange.values()) * 1e3:.2f} ms of exchange (modelled)"
-        spent = f"{wall * 1e3:.2f} ms (host {issued * 1e3:.2f})"
-        print(f"{place}, {kind} {size}: {spent} + {modelled} = {tokens / total:.0f} tok/s")
+        print(
+            f"{place}, {kind} {size}: {wall * 1e3:.2f} ms by the clock (host {issued * 1e3:.2f}), GPU busy "
+            f"{busy * 1e3:.2f}, of which copies for collectives at least {copies * 1e3:.2f}; modelled exchange "
+            f"{exchanged * 1e3:.2f}\n  {entry['tokens_per_second']:.0f} tok/s by the clock, "
+            f"{entry['busy_tokens_per_second']:.0f} if the host never held the GPU up"
+        )
         print(format_rows(rows, last))
         if args.kernels:
             busy, events = busy_of(runner, steps[-1:])
-            entry["busy_seconds"], entry["gpu_kernels"] = busy, events
+            entry["last_step_busy_seconds"], entry["gpu_kernels"] = busy, events
             print(f"last step: GPU busy {busy * 1e3:.2f} ms")
             for name, count, seconds in events[:45]:
                 print(f"  {seconds * 1e3:8.3f} ms {count:5}  {name[:100]}")

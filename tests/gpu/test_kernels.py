@@ -35,6 +35,10 @@ def test_rope_matches_the_reference(maker: Maker) -> None:
     checks.check_rope(BARE, maker, SIZES)
 
 
+def test_tokens_may_lie_apart(maker: Maker) -> None:
+    checks.check_tokens_that_lie_apart(BARE, maker, SIZES)
+
+
 def test_cache_rows_match_the_reference(maker: Maker) -> None:
     checks.check_cache_rows(BARE, maker, SIZES)
 

@@ -45,6 +45,21 @@ def check_rope(kernels: Any, m: Maker, s: Sizes) -> None:
         near(kernels.rope(x.clone(), table, inverse), wanted, LIMIT[m.dtype])
 
 
+def check_tokens_that_lie_apart(kernels: Any, m: Maker, s: Sizes) -> None:
+    """Attention with padded heads leaves gaps between tokens: rope and the grouped projection read around them."""
+    padded, table = m.normal(s.rows, s.heads + 2, s.head_dim), m.rotary(s.rows, s.rope)
+    x = padded[:, : s.heads]
+    wanted, behind = REFERENCE.rope(x.contiguous(), table, True), padded[:, s.heads :].clone()
+    turned = kernels.rope(x, table, inverse=True)
+    near(turned.contiguous(), wanted, LIMIT[m.dtype])
+    assert torch.equal(padded[:, s.heads :], behind)
+    o = turned.unflatten(1, (2, -1)).flatten(2)
+    wo_a = m.normal(2, 32, o.shape[2], scale=o.shape[2] ** -0.5)
+    for rounded in (False, True):
+        expected = REFERENCE.grouped_output(o.float().contiguous(), wo_a.float(), rounded)
+        near(kernels.grouped_output(o, wo_a, rounded), expected.to(m.dtype), LIMIT[m.dtype])
+
+
 def check_cache_rows(kernels: Any, m: Maker, s: Sizes) -> None:
     record = PlainRecord(s.head_dim, s.head_dim * m.dtype.itemsize, 0, dtype=m.dtype)
     small = PlainRecord(s.index_dim, s.index_dim * m.dtype.itemsize, 0, dtype=m.dtype)

@@ -48,6 +48,10 @@ def test_rope_matches_the_reference(kernels: CudaKernels, maker: Maker) -> None:
     checks.check_rope(kernels, maker, SMALL)
 
 
+def test_tokens_may_lie_apart(kernels: CudaKernels, maker: Maker) -> None:
+    checks.check_tokens_that_lie_apart(kernels, maker, SMALL)
+
+
 def test_cache_rows_match_the_reference(kernels: CudaKernels, maker: Maker) -> None:
     checks.check_cache_rows(kernels, maker, SMALL)
 

@@ -81,7 +81,7 @@ class CudaKernels:
     def grouped_output(self, o: Tensor, wo_a: Tensor, round_input: bool) -> Tensor:
         if round_input and o.shape[-1] % 32:
             return reference_attention.grouped_output(o, wo_a, round_input)
-        return linear.grouped_product(linear.round_activation(o.contiguous()) if round_input else o, wo_a)
+        return linear.grouped_product(linear.round_rows(o) if round_input else o, wo_a)
 
     def swiglu(self, gate: Tensor, up: Tensor, limit: float) -> Tensor:
         return linear.swiglu(gate, up, limit, self._rounded)
@@ -115,9 +115,10 @@ class CudaKernels:
     def rope(self, x: Tensor, rotary: Rotary, inverse: bool = False) -> Tensor:
         """Rotates x itself where it is contiguous."""
         pairs = rotary.cos.shape[-1]
-        if pairs & (pairs - 1):
+        if pairs & (pairs - 1) or x.dim() != 3:
             return reference_hyper.rope(x, rotary, inverse)
-        return rows.rope_in_place(x.contiguous(), rotary, inverse)
+        lies_well = x.stride(2) == 1 and x.stride(1) == x.shape[2]
+        return rows.rope_in_place(x if lies_well else x.contiguous(), rotary, inverse)
 
     # Cache rows
 

@@ -76,7 +76,7 @@ class MergedIndices:
 def flash_attention(
     run: Callable[..., Tensor], q: Tensor, rows: Tensor, index: Tensor, lengths: Tensor, sink: Tensor, scale: float
 ) -> Tensor:
-    """q [T, H <= 64, 512] over rows [n, 512] -> [T, H, 512] contiguous."""
+    """q [T, H <= 64, 512] over rows [n, 512] -> [T, H, 512]; with fewer than 64 heads the tokens lie apart."""
     heads = q.shape[1]
     if heads < FLASH_HEADS:
         padded = q.new_empty(q.shape[0], FLASH_HEADS, q.shape[2])  # heads do not touch each other
@@ -84,7 +84,7 @@ def flash_attention(
         sink = torch.nn.functional.pad(sink, (0, FLASH_HEADS - heads), value=float("-inf"))
         q = padded
     o = run(q.contiguous(), rows.unsqueeze(1), index.unsqueeze(1), scale, sink, lengths)
-    return o if heads == FLASH_HEADS else o[:, :heads].contiguous()
+    return o[:, :heads]
 
 
 @triton.jit

@@ -34,6 +34,26 @@ def round_activation(x: Tensor) -> Tensor:
     return out
 
 
+@kernel
+def _round_rows_kernel(x_ptr, stride, out_ptr, WIDTH: tl.constexpr, BLOCK: tl.constexpr):
+    row = tl.program_id(0).to(tl.int64)
+    c = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    x = tl.load(x_ptr + row * stride + c, mask=c < WIDTH, other=0.0)
+    store_rounded(out_ptr + row * WIDTH + c, x, c < WIDTH, BLOCK)
+
+
+def round_rows(o: Tensor) -> Tensor:
+    """As `round_activation` for o [T, G, n] whose tokens may lie apart -> contiguous."""
+    if o.is_contiguous():
+        return round_activation(o)
+    if o.stride(2) != 1 or o.stride(1) != o.shape[2]:
+        return round_activation(o.contiguous())
+    out = torch.empty(o.shape, dtype=o.dtype, device=o.device)
+    width = o.shape[1] * o.shape[2]
+    _round_rows_kernel[(o.shape[0], ceil_div(width, 2048))](o, o.stride(0), out, WIDTH=width, BLOCK=2048, num_warps=4)
+    return out
+
+
 class RoundedInputs:
     """Rounded copies of the last few inputs: one hidden row feeds several linears, and is rounded once.
 

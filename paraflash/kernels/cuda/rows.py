@@ -77,7 +77,7 @@ def record_rows(
 
 @kernel(do_not_specialize=("rows", "heads"))
 def _rope_kernel(
-    x_ptr, stride, cos_ptr, sin_ptr, rows, heads,
+    x_ptr, stride, token_stride, cos_ptr, sin_ptr, rows, heads,
     START: tl.constexpr, PAIRS: tl.constexpr, ROWS: tl.constexpr, INVERSE: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
@@ -89,7 +89,7 @@ def _rope_kernel(
     if INVERSE:
         sin = -sin
     column = tl.arange(0, 2 * PAIRS)
-    at = row.to(tl.int64)[:, None] * stride + START + column[None, :]
+    at = ((row // heads).to(tl.int64) * token_stride + (row % heads) * stride)[:, None] + START + column[None, :]
     wide = (row < rows)[:, None] & (column >= 0)[None, :]
     a, b = tl.split(tl.reshape(tl.load(x_ptr + at, mask=wide, other=0.0).to(tl.float32), (ROWS, PAIRS, 2)))
     turned = tl.reshape(tl.join(a * cos - b * sin, a * sin + b * cos), (ROWS, 2 * PAIRS))
@@ -97,12 +97,12 @@ def _rope_kernel(
 
 
 def rope_in_place(x: Tensor, rotary: Rotary, inverse: bool) -> Tensor:
-    """Rotates the tail of x [T, .., d] (contiguous) where it lies and returns x."""
+    """Rotates the tail of x [T, H, d] (each token's part contiguous) where it lies and returns x."""
     width, pairs = x.shape[-1], rotary.cos.shape[-1]
     rows = x.numel() // width
     block = max(1, BLOCK_ELEMENTS // (2 * pairs))
     _rope_kernel[(ceil_div(rows, block),)](
-        x, width, rotary.cos, rotary.sin, rows, max(1, rows // max(1, x.shape[0])),
+        x, width, x.stride(0), rotary.cos, rotary.sin, rows, x.shape[1],
         START=width - 2 * pairs, PAIRS=pairs, ROWS=block, INVERSE=inverse, num_warps=4,
     )  # fmt: skip
     return x
