@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     import torch
 
 
-class NotEnoughMemory(RuntimeError):
+class NotEnoughMemory(MemoryError):
     """The weights of a rank do not fit; the message has the numbers."""
 
 
@@ -80,12 +80,12 @@ def available_memory(device: torch.device | str) -> int | None:
     return min(limits, default=None)
 
 
-def check_memory(needed: int, device: torch.device | str) -> None:
-    """Raises NotEnoughMemory if `needed` bytes of weights do not fit on `device` now."""
+def check_memory(needed: int, device: torch.device | str, what: str = "the weights of this rank") -> None:
+    """Raises NotEnoughMemory if `needed` bytes do not fit on `device` now; `what` needs them."""
     free = available_memory(device)
     if free is not None and needed > free:
         raise NotEnoughMemory(
-            f"the weights of this rank need {needed / 2**30:.2f} GiB, but {device} has {free / 2**30:.2f} GiB free; "
+            f"{what} need {needed / 2**30:.2f} GiB, but {device} has {free / 2**30:.2f} GiB free; "
             "use more ranks (--tensor-parallel-size, --prefill-context-parallel-size) or a machine with more memory"
         )
 

@@ -23,6 +23,7 @@ from paraflash.config.model import load_config
 from paraflash.engine.defaults import fit_to_pool, resolve
 from paraflash.engine.executor import Executor, refuse_in_worker_import
 from paraflash.engine.grammar import Grammars, GrammarState
+from paraflash.engine.preflight import check_start
 from paraflash.engine.request import Delta, Request, RequestRefused
 from paraflash.engine.sampling_params import SamplingParams
 from paraflash.engine.scheduler import Scheduler
@@ -45,6 +46,7 @@ class EngineCore:
         refuse_in_worker_import()
         self.model = load_config(config.model, config.hf_overrides)
         config = resolve(config, self.model)
+        check_start(config, self.model)
         self.executor = Executor(config, self.model, runner_factory, mesh_factory)
         try:
             self._ranks: list[dict[str, Any]] = self.executor.call_all("cache_info")
@@ -56,7 +58,6 @@ class EngineCore:
             raise
         self._grammars = Grammars(self.config.tokenizer or self.config.model, self.model)
         self._states: dict[str, GrammarState] = {}
-        self._ended: list[Delta] = []  # requests that ended between two steps, to be told with the next
         self._timings: defaultdict[str, float] = defaultdict(float)
         self._steps = 0
 
@@ -108,17 +109,16 @@ class EngineCore:
         self._states.pop(request_id, None)
 
     def has_unfinished(self) -> bool:
-        return self.scheduler.has_unfinished() or bool(self._ended)
+        return self.scheduler.has_unfinished()
 
     def step(self) -> list[Delta]:
         """Runs one step; returns what each request that got a token has new. Raises `EngineDeadError`."""
         self.executor.check()
-        ended, self._ended = self._ended, []
         step = self.scheduler.schedule()
         if step is None:
-            if self.scheduler.has_unfinished() and not ended:
+            if self.scheduler.has_unfinished():
                 raise RuntimeError("requests are unfinished, but no step can be made of them")
-            return ended
+            return []
         start = time.monotonic()
         output = self.executor.execute(step)
         deltas = self.scheduler.update(step, output)
@@ -129,20 +129,22 @@ class EngineCore:
         self._steps += 1
         if self.config.check_caches:
             self._compare_caches(step.step_id)
-        return ended + deltas
+        return deltas
 
     def _advance_grammars(self, deltas: list[Delta]) -> None:
+        """A request whose grammar cannot be followed ends here, without the token that this step drew for it."""
         for delta in deltas:
             state = self._states.get(delta.request_id)
             if state is None:
                 continue
             for token in delta.token_ids:
                 state.accept(token)
-            if state.failed is not None and delta.finish_reason is None:
+            if state.failed is not None:
                 logger.error("request %s is aborted: %s", delta.request_id, state.failed)
-                ended = self.scheduler.abort(delta.request_id)
-                if ended is not None:
-                    self._ended.append(ended)
+                self.scheduler.abort(delta.request_id)
+                delta.num_output_tokens -= len(delta.token_ids)
+                delta.token_ids, delta.logprobs = [], None
+                delta.finish_reason, delta.stop_reason = "abort", state.failed
             if state.failed is not None or delta.finish_reason is not None:
                 del self._states[delta.request_id]
 

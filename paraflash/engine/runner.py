@@ -6,6 +6,7 @@ logits are wanted leave a rank on the way out.
 
 from __future__ import annotations
 
+import contextlib
 import logging
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -19,8 +20,9 @@ from paraflash.cache.records import kv_format
 from paraflash.cache.store import KVCache, block_bytes, window_bytes
 from paraflash.cache.window import Span
 from paraflash.checkpoint.dummy import dummy_engram_tables, dummy_weights
-from paraflash.checkpoint.load import Checkpoint, load_weights, open_engram_tables
+from paraflash.checkpoint.load import Checkpoint, Weights, load_weights, open_engram_tables
 from paraflash.checkpoint.memory import available_memory
+from paraflash.checkpoint.progress import show_progress
 from paraflash.checkpoint.tensors import expert_range
 from paraflash.config.engine import EngineConfig
 from paraflash.config.model import ModelConfig
@@ -39,7 +41,7 @@ from paraflash.parallel.plan import Plan
 log = logging.getLogger("paraflash.runner")
 
 DEFAULT_CPU_KV_BYTES = 1 << 30
-LONG_CONTEXT_BYTES = 2 << 30  # what a step at the end of a long context takes more than one at its start
+LONG_CONTEXT_BYTES = 3 << 30  # what a step at the end of a long context takes more than one at its start
 LOGIT_ROWS = 256  # rows of logits held at a time for prompt log-probabilities
 
 
@@ -62,17 +64,8 @@ class ModelRunner:
         """Loads this rank's weights and allocates the caches, equally large on all ranks."""
         config, model, mesh = self.config, self.model_config, self.mesh
         ep_first, _ = expert_range(model.num_experts, mesh.ep_rank, mesh.world)
-        shard = (mesh.tp.rank, mesh.tp.size, mesh.ep_rank, mesh.world)
         self.token_map = None
-        self.tables: Sequence[Any] = []
-        if config.load_format == "dummy":
-            weights = dummy_weights(model, *shard, self.numerics.dtype, mesh.device, config.seed, self.kernels.stored)
-            self.tables = dummy_engram_tables(model, self.numerics.dtype, config.seed, mesh.device)
-        else:
-            checkpoint = Checkpoint.open(config.model)
-            checkpoint.check(model)
-            weights = load_weights(checkpoint, model, *shard, self.numerics.dtype, mesh.device, self.kernels.stored)
-            self.tables = open_engram_tables(checkpoint, model, self.numerics.dtype)
+        weights = self._load_weights()
         if model.engram_layers:
             engram_hash.check_tables(model)
             path = Path(config.tokenizer or config.model) / "tokenizer.json"
@@ -84,11 +77,31 @@ class ModelRunner:
         self.weight_bytes = sum(w.nbytes for w in weights.values())
         self.transformer = Transformer(model, weights, self.kernels, self.numerics, mesh, ep_first)
         del weights
-        step_bytes = (
-            self._measure_step() if mesh.device.type == "cuda" and config.num_gpu_blocks_override is None else 0
-        )
-        blocks = mesh.agree_min(self._affordable_blocks(step_bytes))
+        self.step_bytes = 0
+        if mesh.device.type == "cuda" and config.num_gpu_blocks_override is None:
+            self.step_bytes = self._measure_step()
+        blocks = mesh.agree_min(self._affordable_blocks(self.step_bytes))
         self.cache = self._make_cache(blocks, self._slots)
+        gib = {name: value / 2**30 for name, value in self.cache_info().items() if name.endswith("_bytes")}
+        log.info(
+            "memory of rank %d: weights %.2f GiB, steps %.2f GiB, caches %.2f GiB in %d blocks",
+            mesh.rank, gib["weight_bytes"], gib["step_bytes"], gib["cache_bytes"], blocks,
+        )  # fmt: skip
+
+    def _load_weights(self) -> Weights:
+        """This rank's shard; also opens the Engram tables. Rank 0 shows the progress of its own shard."""
+        config, model, mesh = self.config, self.model_config, self.mesh
+        dtype, stored = self.numerics.dtype, self.kernels.stored
+        shard = (mesh.tp.rank, mesh.tp.size, mesh.ep_rank, mesh.world)
+        self.tables: Sequence[Any]
+        with contextlib.ExitStack() as stack:
+            progress = stack.enter_context(show_progress("Loading weights (rank 0)")) if mesh.rank == 0 else None
+            if config.load_format == "dummy":
+                self.tables = dummy_engram_tables(model, dtype, config.seed, mesh.device)
+                return dummy_weights(model, *shard, dtype, mesh.device, config.seed, stored, progress)
+            checkpoint = Checkpoint.open(config.model)
+            self.tables = open_engram_tables(checkpoint, model, dtype)
+            return load_weights(checkpoint, model, *shard, dtype, mesh.device, stored, progress)
 
     @property
     def _slots(self) -> int:
@@ -161,6 +174,7 @@ class ModelRunner:
             "window_bytes": window_bytes(self.model_config, self.format),
             "cache_bytes": self.cache.nbytes,
             "weight_bytes": self.weight_bytes,
+            "step_bytes": self.step_bytes,  # set aside on a GPU for activations and workspaces
             "engram_host_bytes": sum(table.rows * table.dim for table in self.tables),
             "kv_cache_dtype": self.format.name,
             "kernels": self.kernels.name,
