@@ -5,7 +5,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 
-.PHONY: setup demo test lint bench eval test-gpu bench-2gpu clean
+.PHONY: setup demo test lint bench test-gpu bench-2gpu clean
 
 setup: $(READY)
 
@@ -29,6 +29,10 @@ lint: setup
 
 test-gpu: setup
 	$(BIN)/python -m pytest tests/gpu
+
+# Two GPUs of one machine: correctness, collectives, and prefill at TP2/PCP1 against TP1/PCP2, in one time box.
+bench-2gpu: setup
+	$(BIN)/python benchmarks/two_gpus.py --out build/bench-2gpu
 
 # A small sweep over three splits on the CPU; the report is written to bench-results/.
 bench: setup
