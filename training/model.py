@@ -294,8 +294,7 @@ class Miniature(nn.Module):
                 shared.candidates = self._candidates(score)
             if layer.applies_candidates:
                 score = score.masked_fill(~shared.candidates, -math.inf)
-            least = score.topk(min(c.index_topk, score.shape[-1]), -1).values[..., -1:]
-            chosen = (score >= least) & (score > -math.inf)
+            chosen = largest(score, c.index_topk)
             if mode.routes and routes is not None:
                 chosen = chosen | (visible & ((routes & DENSE) > 0)[..., None])
             shared.selected = chosen
@@ -311,8 +310,7 @@ class Miniature(nn.Module):
             c.candidate_block_size, rounding_mode="floor"
         )
         block = block.masked_fill(torch.arange(count, device=score.device) == newest[:, None], math.inf)
-        best = block.topk(min(c.candidate_topk_blocks, count), -1)
-        kept = torch.zeros_like(block).scatter_(-1, best.indices, (best.values > -math.inf).float()) > 0
+        kept = largest(block.flip(-1), c.candidate_topk_blocks).flip(-1)  # of equal blocks the newer one
         return kept.repeat_interleave(c.candidate_block_size, -1)[..., :n]
 
     @staticmethod
@@ -347,6 +345,17 @@ class Miniature(nn.Module):
             empty = hidden.all(-1, keepdim=True)
             predicted = score.masked_fill(empty, 0.0).log_softmax(-1).masked_fill(hidden, 0.0)
             extras.index_loss.append(-((share * predicted).sum(-1) * weight).sum() / (weight.sum() + 1e-6))
+
+
+def largest(score: Tensor, count: int) -> Tensor:
+    """Mask of the `count` largest of each row above -inf; equal ones from the left, as the engine takes them.
+
+    Scores of exactly 0 are common: an entry that no index head likes has one.
+    """
+    least = score.topk(min(count, score.shape[-1]), -1).values[..., -1:]
+    above, equal = score > least, score == least
+    room = count - above.sum(-1, keepdim=True)
+    return (above | (equal & (equal.cumsum(-1, dtype=torch.int32) <= room))) & (score > -math.inf)
 
 
 def _turns(position: Tensor, frequency: Tensor) -> Turns:

@@ -1,7 +1,8 @@
-"""The held-out problems: 200 a task, deterministic, as JSON lines with the text, the answer and the token ids' count.
+"""The test problems: 200 a task, deterministic: `python -m training.testset tests/data/miniature` writes TASK.jsonl.
 
-`question` is the user's text, `answer` the exact reply; recall problems have 500-4,000 tokens with the sought record
-far outside the sliding window, copy problems repeat words 64-127 positions back.
+`id` numbers a task's problems, `question` is the user's text, `answer` the exact reply. Recall problems have 500-4,000
+tokens with the sought record far outside the sliding window, copy problems repeat words 64-127 positions back. All are
+kept from training, but for the facts of the n-gram task, which training must have shown.
 """
 
 from __future__ import annotations
@@ -31,8 +32,8 @@ SEED, PROBLEMS, FAR = 20_000_003, 200, 192  # FAR: least distance from the sough
 
 
 def _length(rng: Random) -> int:
-    """500 to 4,000 tokens; short contexts are more frequent (density 1/x^2, mean about 1,190)."""
-    return int(1 / rng.uniform(1 / 4000, 1 / 500))
+    """500 to 4,000 tokens; short contexts are more frequent (density 1/x^3, mean about 890)."""
+    return int(rng.uniform(1 / 4000**2, 1 / 500**2) ** -0.5)
 
 
 def far_recall(rng: Random, task: str) -> Turn:
@@ -81,14 +82,7 @@ def write(folder: Path) -> None:
     for task in TASKS:
         with (folder / f"{task}.jsonl").open("w", encoding="utf-8") as out:
             for i, turn in enumerate(test_problems(task)):
-                row = {
-                    "id": f"{task}-{i}",
-                    "task": task,
-                    "question": turn.prompt,
-                    "answer": turn.answer,
-                    "prompt_tokens": len(prompt_ids(turn)),
-                    "answer_tokens": len(encode(turn.answer)) + 1,
-                }
+                row = {"id": f"{task}-{i}", "question": turn.prompt, "answer": turn.answer}
                 out.write(json.dumps(row) + "\n")
 
 

@@ -63,7 +63,7 @@ def schedule(stage: int, step: int, steps: int, small: bool, dtype: torch.dtype)
     if stage == 1:
         shape = Shape(32, 512) if done < 0.795 else Shape(16, 1024)
         mode = replace(mode, losses=done >= 0.795, round_cache=done >= 0.928)
-        return Step(Batch(Shape(16, 256) if small else shape), mode, warm)
+        return Step(Batch(Shape(4, 256) if small else shape), mode, warm)
     shape = Shape(16, 1024)
     if step % 16 == 15 and done >= 0.5:
         shape = Shape(4, 4096)
@@ -71,7 +71,7 @@ def schedule(stage: int, step: int, steps: int, small: bool, dtype: torch.dtype)
         shape = Shape(8, 2048)
     mode = replace(mode, losses=True, round_cache=True, sparse=done >= 0.35, round_weights=done >= 0.6)
     batch = Batch(
-        Shape(16, 256) if small else shape,
+        Shape(4, 256) if small else shape,
         kinds="pprsprps",
         hard=1 - ramp(done, 0.05, 0.4),
         dense=1 - 0.85 * ramp(done, 0.35, 0.6),
@@ -326,9 +326,10 @@ def run(options: argparse.Namespace, say: Callable[[str], None] = print) -> None
                 "index": round(counts[-1][1] / options.report, 3),
             }
             record({**row, **shown, "hard": round(now.batch.hard, 2), "dense": round(now.batch.dense, 2)})
-            if loss > 2 * best + 0.3 or loss != loss:  # a blow-up: go back, and go on with other batches
+            if not loss <= 2 * best + 0.3:  # a blow-up: go back, and go on with other batches
                 trainer.restore(healthy)
                 record({"step": step + 1, "restored": healthy["step"]})
+                best = float("inf")  # the schedule has moved on: what it asks now may cost more than what it asked then
             else:
                 best = min(best * 1.1, loss)
                 healthy = clone(trainer.state(step + 1))

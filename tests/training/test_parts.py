@@ -2,6 +2,7 @@
 
 import json
 from dataclasses import replace
+from pathlib import Path
 from random import Random
 
 import pytest
@@ -12,11 +13,13 @@ from paraflash import formats as engine
 from paraflash.checkpoint.quant import fp8_block_dequant, fp8_block_quant
 from training import problems, rounding, tasks, testset
 from training.data import Shape, batches
-from training.model import Miniature
+from training.model import Miniature, largest
 from training.optimiser import orthogonalise
 from training.sinkhorn import backward_reference, forward_reference
 from training.train import Trainer, prepare, schedule
 from training.vocabulary import tokenizer_json
+
+PROBLEMS = Path(__file__).parents[1] / "data" / "miniature"
 
 
 @pytest.fixture
@@ -125,6 +128,18 @@ def test_far_problems_keep_their_distances() -> None:
         first = tasks.encode(turn.answer)[0]
         distance = len(ids) - 1 - max(i for i, token in enumerate(ids) if token == first)
         assert 64 <= distance <= 127
+
+
+def test_committed_problems_are_what_the_command_writes(tmp_path) -> None:
+    testset.write(tmp_path)
+    for task in tasks.TASKS:
+        assert (tmp_path / f"{task}.jsonl").read_bytes() == (PROBLEMS / f"{task}.jsonl").read_bytes(), task
+
+
+def test_equal_scores_are_taken_from_the_left() -> None:
+    score = torch.tensor([[0.0, 2.0, 0.0, 0.0, -torch.inf], [-torch.inf, -torch.inf, 1.0, -torch.inf, 0.0]])
+    expected = torch.tensor([[1, 1, 1, 0, 0], [0, 0, 1, 0, 1]]).bool()
+    assert torch.equal(largest(score, 3), expected)
 
 
 @pytest.mark.parametrize("stage", [1, 2])
