@@ -393,12 +393,16 @@ def load_raw_config(folder: str | Path, overrides: dict[str, Any] | None = None)
     path = Path(folder) / "config.json"
     try:
         data = json.loads(path.read_text(encoding="utf-8"))
-    except FileNotFoundError:
+    except (FileNotFoundError, NotADirectoryError):
         raise ConfigError(f"{path} does not exist; a model folder needs a config.json") from None
+    except OSError as error:
+        raise ConfigError(f"{path} cannot be read: {error.strerror}") from None
     except (json.JSONDecodeError, UnicodeDecodeError) as error:
         raise ConfigError(f"{path} is not valid JSON: {error}") from None
     if not isinstance(data, dict):
         raise ConfigError(f"{path} must hold one JSON object")
+    if not isinstance(overrides, (dict, type(None))):
+        raise ConfigError(f"hf_overrides is {overrides!r}; an object is needed")
     overrides = dict(overrides or {})
     if "text_config" not in data and isinstance(overrides.get("text_config"), dict):  # a flattened file
         overrides |= overrides.pop("text_config")

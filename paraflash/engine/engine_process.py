@@ -108,6 +108,14 @@ class EngineLoop:
         self.outbox.send(wire.encode(message))
 
 
+def _is_refusal(error: BaseException) -> bool:
+    """Whether an error of the start is about the settings or the checkpoint: its own sentence says all."""
+    from paraflash.checkpoint.files import CheckpointError  # imports torch, which a test's engine does without
+    from paraflash.checkpoint.memory import NotEnoughMemory
+
+    return isinstance(error, (ConfigRefused, ConfigError, CheckpointError, NotEnoughMemory))
+
+
 def main(argv: list[str]) -> int:
     """argv: parent's process id, address to receive from, address to send to, log level."""
     die_with_parent(int(argv[0]))
@@ -133,11 +141,12 @@ def main(argv: list[str]) -> int:
         outbox.send(wire.encode(wire.Ready(core.info(), core.stats())))
         EngineLoop(core, inbox, outbox).run()
         status = 0
-    except (ConfigRefused, ConfigError) as error:
-        outbox.send(wire.encode(wire.Dead(str(error), refused=True)))
     except BaseException as error:
-        logger.error("the engine ended:\n%s", traceback.format_exc())
-        outbox.send(wire.encode(wire.Dead(f"{type(error).__name__}: {error}")))
+        if core is None and _is_refusal(error):
+            outbox.send(wire.encode(wire.Dead(str(error), refused=True)))
+        else:
+            logger.error("the engine ended:\n%s", traceback.format_exc())
+            outbox.send(wire.encode(wire.Dead(f"{type(error).__name__}: {error}")))
     if core is not None:
         try:
             core.shutdown()

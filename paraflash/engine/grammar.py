@@ -40,14 +40,14 @@ class Grammars:
         self._lock = threading.Lock()
 
     def start(self, spec: StructuredOutputs) -> GrammarState:
-        """Begins to compile; raises `RequestRefused` naming response_format if the grammar is wrong."""
+        """Begins to compile; raises `RequestRefused` naming structured_outputs if the grammar is wrong."""
         key = json.dumps(vars(spec), sort_keys=True, default=str)
         future = self._kept.pop(key, None)
         if future is None:
             try:
                 grammar = parse(spec)
             except Exception as error:  # the library raises RuntimeError and its kin
-                raise RequestRefused("response_format", f"response_format: {_sentence(error)}") from None
+                raise RequestRefused("structured_outputs", f"structured_outputs: {_sentence(error)}") from None
             future = self._pool.submit(lambda: self._get_compiler().compile_grammar(grammar))
         self._kept[key] = future
         while len(self._kept) > KEPT_GRAMMARS:
@@ -130,6 +130,9 @@ class GrammarState:
                 self._matcher = xgrammar.GrammarMatcher(self._compiled.result())
             if not self.finished:
                 self._matcher.fill_next_token_bitmask(words[None])
+                if not words.any():
+                    self.failed = "the grammar lets no token follow"
+                    return None
                 return words
         except Exception as error:  # one request must not end the engine
             logger.exception("a grammar cannot be followed")

@@ -17,6 +17,7 @@ from dataclasses import dataclass, fields, replace
 from typing import Any
 
 from paraflash.config.engine import EngineConfig
+from paraflash.config.model import load_config
 from paraflash.engine.detokenizer import Detokenizer
 from paraflash.engine.engine import EngineCore
 from paraflash.engine.executor import refuse_in_worker_import
@@ -24,7 +25,7 @@ from paraflash.engine.options import FOREIGN_OPTIONS, check_foreign_options
 from paraflash.engine.outputs import CompletionOutput, RequestMetrics, RequestOutput, position
 from paraflash.engine.prompts import Prompt, read_prompts
 from paraflash.engine.request import Delta
-from paraflash.engine.sampling_params import SamplingParams
+from paraflash.engine.sampling_params import SamplingParams, seed_of_sample
 from paraflash.engine.tokenizer import bos_to_add, encode, load_tokenizer
 
 Params = SamplingParams | Sequence[SamplingParams] | None
@@ -49,15 +50,13 @@ class LLM:
 
     def __init__(self, model: str | os.PathLike[str], **options: Any):
         refuse_in_worker_import()
-        self.core = EngineCore(_config(os.fspath(model), options))
+        config = _config(os.fspath(model), options)
+        text_model = load_config(config.model, config.hf_overrides)
+        folder = config.tokenizer or config.model
+        self._tokenizer = load_tokenizer(folder)  # before the workers, which would fail on it late and in many words
+        self._bos = bos_to_add(folder, text_model.bos_token_id)
+        self.core = EngineCore(config)
         self.config = self.core.config
-        folder = self.config.tokenizer or self.config.model
-        try:
-            self._tokenizer = load_tokenizer(folder)
-            self._bos = bos_to_add(folder, self.core.model.bos_token_id)
-        except BaseException:
-            self.core.shutdown()
-            raise
         self._ids = itertools.count()
 
     def generate(self, prompts: Any, sampling_params: Params = None, use_tqdm: bool = True) -> list[RequestOutput]:
@@ -87,8 +86,9 @@ class LLM:
         """Queues the n samples of a prompt."""
         request = RequestOutput(str(next(self._ids)), prompt.text, prompt.token_ids, [], metrics=RequestMetrics())
         for i in range(params.n):
-            seed = None if params.seed is None else params.seed + i
-            own = replace(params, n=1, seed=seed, stop=None)  # stop strings are found here; the core has no text
+            own = replace(
+                params, n=1, seed=seed_of_sample(params.seed, i), stop=None
+            )  # stop strings are found here; the core has no text
             output = CompletionOutput(i, "", [], logprobs=None if params.logprobs is None else [])
             output.cumulative_logprob = None if params.logprobs is None else 0.0
             sample = _Sample(f"{request.request_id}-{i}", request, output, params, Detokenizer(self._tokenizer, params))
@@ -151,6 +151,8 @@ def _config(model: str, options: dict[str, Any]) -> EngineConfig:
             raise TypeError(f"LLM has no option {name!r}{hint}")
     check_foreign_options({name: value for name, value in options.items() if name in FOREIGN_OPTIONS})
     settings = {name: value for name, value in options.items() if name in known}
+    if settings.get("tokenizer") is not None:
+        settings["tokenizer"] = os.fspath(settings["tokenizer"])
     if "dtype" in settings:
         settings["dtype"] = str(settings["dtype"]).removeprefix("torch.")
     for name in ("hf_overrides", "engram_config"):
@@ -164,6 +166,8 @@ def _params_of(params: Params, count: int) -> list[SamplingParams]:
         params = SamplingParams()
     if isinstance(params, SamplingParams):
         return [params] * count
+    if not isinstance(params, Sequence) or not all(isinstance(own, SamplingParams) for own in params):
+        raise TypeError(f"sampling_params is {params!r:.100}; a SamplingParams or a list with one per prompt is needed")
     if len(params) != count:
         raise ValueError(
             f"sampling_params has {len(params)} entries for {count} prompts; one for all or one each is needed"

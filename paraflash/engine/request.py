@@ -52,7 +52,7 @@ class Delta:
     logprobs: list[TokenLogprobs] | None = None  # one per new token, if asked for
     prompt_logprobs: list[TokenLogprobs] | None = None  # of prompt tokens 1..; once, with the first token
     finish_reason: str | None = None  # stop, length, abort
-    stop_reason: int | str | None = None  # the stop token id; None for the end-of-sequence token
+    stop_reason: int | str | None = None  # the stop token id, None for end-of-sequence; why the engine aborted
     num_prompt_tokens: int = 0
     num_output_tokens: int = 0  # so far, these included
     num_cached_tokens: int = 0  # prompt tokens whose KV came from the prefix cache

@@ -16,6 +16,7 @@ from torch import Tensor
 from paraflash.engine.messages import Int32, Sampled, SampleSpec, TokenLogprobs
 
 NEVER = -torch.inf
+_MAX_SCALE = 1e30  # of repetition penalties: a logit times it is finite, so that no allowed token becomes NEVER
 _GOLDEN = -0x61C8864680B583EB  # 0x9E3779B97F4A7C15 as int64: the step of the SplitMix64 stream
 _MIX_1 = -0x40A7B892E31B1A47  # 0xBF58476D1CE4E5B9
 _MIX_2 = -0x6B2FB644ECCEEE15  # 0x94D049BB133111EB
@@ -126,7 +127,7 @@ def _apply_penalties(row: Tensor, spec: SampleSpec) -> None:
     history = torch.from_numpy(spec.history).long().to(row.device)
     seen = torch.zeros_like(row, dtype=torch.bool)
     seen[history] = True
-    scale = spec.repetition_penalty
+    scale = min(max(spec.repetition_penalty, 1 / _MAX_SCALE), _MAX_SCALE)
     row.copy_(torch.where(seen, torch.where(row > 0, row / scale, row * scale), row))
     counts = torch.bincount(history[spec.prompt_len :], minlength=len(row)).to(row.dtype)
     row -= spec.frequency_penalty * counts

@@ -127,6 +127,14 @@ class SamplingParams:
             _number("logit_bias", bias, -100, 100)
 
 
+def seed_of_sample(seed: int | None, i: int) -> int | None:
+    """The seed of the i-th of n samples: seed + i, past -1, which means "no seed", and around the end of int64."""
+    if seed is None:
+        return None
+    value = seed + i + (seed < -1 <= seed + i)
+    return (value + INT64) % (2 * INT64) - INT64
+
+
 def _is_number(value: Any) -> bool:
     if isinstance(value, bool) or not isinstance(value, (int, float)):
         return False

@@ -37,8 +37,10 @@ def bos_to_add(folder: str | Path, bos_token_id: int) -> int | None:
         settings = json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
         return None
-    except json.JSONDecodeError as error:
+    except ValueError as error:
         raise TokenizerError(f"{path} is not valid JSON: {error}") from None
+    if not isinstance(settings, dict):
+        raise TokenizerError(f"{path} must hold one JSON object")
     return bos_token_id if settings.get("add_bos_token") else None
 
 

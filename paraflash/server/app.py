@@ -162,7 +162,7 @@ def _add_error_handlers(app: FastAPI) -> None:
         elif error.status_code == 400:
             cause = error.__cause__
             detail = cause.message if isinstance(cause, ApiError) else "the body could not be read as JSON"
-        return error_response(ApiError(error.status_code, detail))
+        return error_response(ApiError(error.status_code, detail), error.headers)
 
     @app.exception_handler(Exception)
     async def on_other(request: Request, error: Exception) -> Response:

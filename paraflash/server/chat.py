@@ -41,7 +41,8 @@ class Chat:
         sampling.check_logprobs("prompt_logprobs", request.prompt_logprobs, limits)
         if request.stream and request.prompt_logprobs is not None:
             raise bad_request("prompt_logprobs is not supported with stream: true", "prompt_logprobs")
-        self.prepared = await self.state.chat.prepare(request, sampling.grammar_of(request))
+        grammar, grammar_field = sampling.grammar_of(request)
+        self.prepared = await self.state.chat.prepare(request, grammar)
         named = "max_completion_tokens" if request.max_completion_tokens is not None else "max_tokens"
         wanted = request.max_completion_tokens if request.max_completion_tokens is not None else request.max_tokens
         prompt = self.prepared.prompt_token_ids
@@ -50,7 +51,14 @@ class Chat:
             request, limits, wanted, self.top, request.prompt_logprobs, self.prepared.grammar, keep_special=True
         )
         self.generation = await Generation.start(
-            self.state, self.id, [prompt], params, n, self.state.chat.hidden_ids, request.cache_salt
+            self.state,
+            self.id,
+            [prompt],
+            params,
+            n,
+            self.state.chat.hidden_ids,
+            request.cache_salt,
+            grammar_field if grammar is not None else "tools",
         )
         parallel = request.parallel_tool_calls is not False
         reasoning = request.include_reasoning is not False

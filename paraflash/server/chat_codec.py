@@ -165,8 +165,9 @@ def _message(message: ChatMessage, index: int) -> dict[str, Any]:
     if isinstance(message.content, list):
         for part in message.content:
             if part.get("type") not in ("text", "input_text", "output_text") or not isinstance(part.get("text"), str):
+                kind = str(part.get("type"))[:50]
                 raise bad_request(
-                    f"{where} has a part of type {str(part.get('type'))[:50]!r}; only text is supported", where
+                    f'{where} has a part of type {kind!r}; {{"type": "text", "text": "..."}} is supported', where
                 )
             texts.append(part["text"])
         out["content"] = [{"type": "text", "text": text} for text in texts]
@@ -215,6 +216,9 @@ def _field_of(message: str) -> str:
     """The field that recipe's message is about; it names none itself."""
     for word, field in (
         ("tool_choice", "tool_choice"),
+        ("specified in the 'tools' parameter", "tool_choice"),
+        ("Tool names", "tools"),
+        ("for function", "tools"),
         ("tool_call", "messages"),
         ("role 'tool'", "messages"),
         ("schema", "response_format"),

@@ -52,18 +52,19 @@ class Completion:
             sampling.room_for(len(prompt), wanted, limits)
         if wanted is None:
             wanted = min(_DEFAULT_MAX_TOKENS, *(limits.max_model_len - len(prompt) for prompt in prompts))
-        asked = (
-            request.prompt_logprobs if request.prompt_logprobs is not None else request.logprobs if self.echo else None
-        )
+        # What an echo shows and what prompt_logprobs shows come from one list, which has the most that either asks for.
+        tops = [request.prompt_logprobs, request.logprobs if self.echo else None]
+        asked = max((top for top in tops if top is not None), default=None)
         if request.stream and request.prompt_logprobs is not None:
             raise bad_request(
                 "prompt_logprobs is not supported with stream: true; use echo with logprobs", "prompt_logprobs"
             )
+        grammar, grammar_field = sampling.grammar_of(request)
         self.params: SamplingParams = sampling.sampling_params(
-            request, limits, wanted, request.logprobs, asked, sampling.grammar_of(request)
+            request, limits, wanted, request.logprobs, asked, grammar
         )
         self.generation = await Generation.start(
-            self.state, self.id, prompts, self.params, n, cache_salt=request.cache_salt
+            self.state, self.id, prompts, self.params, n, cache_salt=request.cache_salt, grammar_field=grammar_field
         )
 
     async def _prompts(self) -> list[list[int]]:

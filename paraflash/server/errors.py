@@ -6,6 +6,7 @@ Whatever goes wrong with a request becomes an `ApiError` here; what is left over
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
 from typing import Any
 
 from fastapi.exceptions import RequestValidationError
@@ -55,9 +56,9 @@ def json_response(body: Any, status: int = 200, headers: dict[str, str] | None =
     return Response(json_bytes(body), status, headers, media_type="application/json")
 
 
-def error_response(error: ApiError) -> Response:
-    headers = {"Retry-After": "1"} if error.status in (429, 503) else None
-    return json_response(error_body(error), error.status, headers)
+def error_response(error: ApiError, headers: Mapping[str, str] | None = None) -> Response:
+    retry = {"Retry-After": "1"} if error.status in (429, 503) else {}
+    return json_response(error_body(error), error.status, {**retry, **(headers or {})})
 
 
 def shorten(value: Any) -> str:
@@ -69,6 +70,11 @@ def shorten(value: Any) -> str:
     return text if len(text) <= _MAX_SHOWN else text[:_MAX_SHOWN] + "..."
 
 
+def first_line(reason: object) -> str:
+    """What clients are told of the engine's end; the traceback is for the log."""
+    return str(reason).strip().partition("\n")[0].rstrip(":")
+
+
 def as_api_error(error: BaseException) -> ApiError | None:
     """The answer for an exception of the engine's side; None if it is none that we know."""
     if isinstance(error, ApiError):
@@ -78,26 +84,39 @@ def as_api_error(error: BaseException) -> ApiError | None:
     if isinstance(error, NotTaken):
         return ApiError({"bad": 400, "busy": 503}.get(error.kind, 500), str(error), error.field)
     if isinstance(error, EngineGone):
-        return ApiError(503, f"the engine is not available: {error}")
+        return ApiError(503, f"the engine is not available: {first_line(error)}")
     return None
 
 
 def validation_error(error: RequestValidationError, content_type: str) -> ApiError:
-    """The first fault that pydantic found, with the path of the field as `param`."""
-    first = error.errors()[0]
+    """The first faulty field that pydantic found, with its path as `param`."""
+    found = error.errors()
+    # Each alternative of a union reports its own fault: the value is nearest to the one that got furthest into it, and
+    # to one that a range refuses rather than a type.
+    same = [e for e in found if e.get("loc", ())[:2] == found[0].get("loc", ())[:2]]
+    first = max(same, key=lambda e: (not e["type"].endswith("_type"), _depth(e)))
     where = [str(part) for part in first.get("loc", ()) if part != "body"]
     if first.get("type") == "json_invalid":
         return bad_request(f"the body is not valid JSON: {first.get('ctx', {}).get('error', first.get('msg'))}")
     if not where:
         if "json" not in content_type:
-            return ApiError(415, f"Content-Type is {content_type or 'missing'!r}; application/json is needed")
+            given = shorten(content_type) if content_type else "missing"
+            return ApiError(415, f"Content-Type is {given}; application/json is needed")
         return bad_request("the body must be one JSON object")
     # A union of types reports each alternative with its name appended; the field itself is what stands before it.
-    path = ".".join(part for part in where if not (part.endswith("]") or part in _ALTERNATIVES))
+    path = ".".join(part for part in where if _is_field(part))
     message = f"{path}: {first.get('msg', 'not valid')}"
     if "input" in first and first.get("type") != "missing":
         message += f" (got {shorten(first['input'])})"
     return bad_request(message, path)
 
 
-_ALTERNATIVES = {"str", "int", "float", "bool", "dict", "constrained-int", "constrained-str"}
+_ALTERNATIVES = {"str", "int", "float", "bool", "dict", "constrained-int", "constrained-str", "NamedTool"}
+
+
+def _is_field(part: str) -> bool:
+    return not (part.endswith("]") or part in _ALTERNATIVES)
+
+
+def _depth(fault: Any) -> int:
+    return sum(_is_field(str(part)) for part in fault.get("loc", ()))

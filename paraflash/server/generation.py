@@ -14,12 +14,12 @@ from collections.abc import AsyncIterator
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from paraflash.engine.client import Stream, Submission
+from paraflash.engine.client import NotTaken, Stream, Submission
 from paraflash.engine.detokenizer import Detokenizer
 from paraflash.engine.messages import TokenLogprobs
 from paraflash.engine.request import Delta, Times
-from paraflash.engine.sampling_params import SamplingParams
-from paraflash.server.errors import ApiError
+from paraflash.engine.sampling_params import SamplingParams, seed_of_sample
+from paraflash.server.errors import ApiError, bad_request
 from paraflash.server.state import ServerState
 
 request_log = logging.getLogger("paraflash.requests")
@@ -57,8 +57,9 @@ class Event:
 
 
 class Generation:
-    def __init__(self, state: ServerState, request_id: str, choices: list[Choice]):
+    def __init__(self, state: ServerState, request_id: str, choices: list[Choice], grammar_field: str):
         self.state, self.request_id, self.choices = state, request_id, choices
+        self.grammar_field = grammar_field
         self.arrival = time.monotonic()
         self._by_id = {choice.engine_id: choice for choice in choices}
         self._stream: Stream | None = None
@@ -75,23 +76,29 @@ class Generation:
         n: int,
         hidden_ids: frozenset[int] = frozenset(),
         cache_salt: str | None = None,
+        grammar_field: str = "structured_outputs",
     ) -> Generation:
-        """Choice i of a prompt draws with seed + i. Raises `NotTaken` or `EngineGone`; then nothing is left running."""
+        """Choice i of a prompt draws with seed + i; `grammar_field` is the request's name for what set the grammar.
+
+        Raises `ApiError`, `NotTaken` or `EngineGone`; then nothing is left running.
+        """
         serial = next(_serial)
         choices, submissions = [], []
         for index, (prompt, i) in enumerate(itertools.product(prompts, range(n))):
-            own = params if params.seed is None or i == 0 else replace(params, seed=params.seed + i)
+            own = replace(params, seed=seed_of_sample(params.seed, i), stop=None)
             name = f"{request_id}-{serial}-{index}"
             decoder = Detokenizer(state.tokenizer.tokenizer, params, hidden_ids)
             choices.append(Choice(index, name, prompt, decoder))
             # Stop strings are found here; the engine has no text.
-            submissions.append(Submission(name, prompt, replace(own, stop=None), cache_salt))
-        self = cls(state, request_id, choices)
+            submissions.append(Submission(name, prompt, own, cache_salt))
+        self = cls(state, request_id, choices, grammar_field)
         state.metrics.request_arrived(n, params.max_tokens)
         try:
             self._stream = await state.engine.submit(submissions)
-        except BaseException:
+        except BaseException as error:
             self._closed = True
+            if isinstance(error, NotTaken) and error.field == "structured_outputs":
+                raise self._bad_grammar(str(error).removeprefix("structured_outputs: ")) from None
             raise
         return self
 
@@ -110,6 +117,8 @@ class Generation:
     def _event(self, delta: Delta) -> Event:
         choice, now = self._by_id[delta.request_id], time.monotonic()
         if delta.finish_reason == "abort":  # not by us: we hear nothing of what we abort
+            if isinstance(delta.stop_reason, str):
+                raise self._bad_grammar(delta.stop_reason)
             raise ApiError(500, "the engine gave this request up; the server's log has the reason")
         metrics, first = self.state.metrics, not choice.token_ids
         choice.cached, choice.preemptions, choice.times = delta.num_cached_tokens, delta.num_preemptions, delta.times
@@ -129,6 +138,9 @@ class Generation:
         if choice.finish_reason is not None:
             self._finished(choice)
         return Event(choice, text, delta.token_ids, delta.logprobs or [], delta.prompt_logprobs, first)
+
+    def _bad_grammar(self, reason: str) -> ApiError:
+        return bad_request(f"{self.grammar_field}: {reason}", self.grammar_field)
 
     def _finished(self, choice: Choice) -> None:
         times = choice.times

@@ -15,6 +15,9 @@ Int = Annotated[int, Field(ge=-(2**63), lt=2**63)]
 TokenId = Annotated[int, Field(ge=0, lt=2**31)]
 
 
+Effort = Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"]
+
+
 class Body(BaseModel):
     model_config = ConfigDict(strict=True, extra="allow", protected_namespaces=())
 
@@ -135,7 +138,7 @@ class ChatTemplateKwargs(Body):
 
     thinking: bool | None = None
     enable_thinking: bool | None = None
-    reasoning_effort: str | None = None
+    reasoning_effort: Effort | None = None
 
 
 class ChatFields(Body):
@@ -144,7 +147,7 @@ class ChatFields(Body):
     messages: list[ChatMessage]
     tools: list[Tool] | None = None
     tool_choice: Literal["auto", "none", "required"] | NamedTool | None = None
-    reasoning_effort: Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"] | None = None
+    reasoning_effort: Effort | None = None
     thinking: Thinking | None = None
     chat_template_kwargs: ChatTemplateKwargs | None = None
     continue_final_message: bool | None = None
@@ -166,7 +169,7 @@ class TokenizeRequest(Body):
     prompt: str | None = None
     messages: list[ChatMessage] | None = None
     tools: list[Tool] | None = None
-    reasoning_effort: Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"] | None = None
+    reasoning_effort: Effort | None = None
     chat_template_kwargs: ChatTemplateKwargs | None = None
     continue_final_message: bool | None = None
     add_generation_prompt: bool | None = None

@@ -7,12 +7,26 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from paraflash.config.model import ConfigError
 from paraflash.engine.sampling_params import BadField, SamplingParams, StructuredOutputs
 from paraflash.server.errors import ApiError, bad_request
 from paraflash.server.protocol import ResponseFormat, SamplingFields
 
 _GUIDED = {"guided_json": "json", "guided_regex": "regex", "guided_choice": "choice", "guided_grammar": "grammar"}
 _DEFAULTABLE = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty")
+_NOT_SUPPORTED = {
+    "use_beam_search": "use n with a temperature above 0",
+    "prompt_embeds": "send text or token ids",
+    "bad_words": "use logit_bias",
+    "allowed_token_ids": "use logit_bias or a grammar",
+    "logits_processors": "use logit_bias or a grammar",
+    "truncate_prompt_tokens": "shorten the prompt",
+    "thinking_token_budget": "use reasoning_effort",
+    "functions": "send tools",
+    "documents": "put their text into the messages",
+    "chat_template": "the chat format of this model is fixed",
+    "web_search_options": "nothing in a request can reach the network",
+}
 _MAX_CHOICES = 128  # of one request: prompts times n
 _MAX_STOPS = 64
 _MAX_DEPTH = 64  # of a JSON schema; compilers of grammars recurse
@@ -29,11 +43,17 @@ class Limits:
 
 
 def generation_defaults(folder: str | Path, source: str, override: dict[str, Any]) -> dict[str, Any]:
-    """Defaults of requests. source: `auto` reads the checkpoint's generation_config.json, `vllm` uses none of it."""
+    """Defaults of requests. source: `auto` reads the checkpoint's generation_config.json if there is one, `vllm` none,
+    anything else is a folder that must have one. Raises `ConfigError` and `BadField`."""
     raw: dict[str, Any] = {}
     path = Path(folder if source == "auto" else source) / "generation_config.json"
-    if source != "vllm" and path.is_file():
-        raw = json.loads(path.read_text(encoding="utf-8"))
+    if source != "vllm" and (path.is_file() or source != "auto"):
+        try:
+            raw = json.loads(path.read_text(encoding="utf-8"))
+        except (ValueError, OSError) as error:
+            raise ConfigError(f"{path} cannot be read: {error}") from None
+        if not isinstance(raw, dict):
+            raise ConfigError(f"{path} must hold one JSON object")
     raw = {**raw, **override}
     chosen = {name: raw[name] for name in _DEFAULTABLE if raw.get(name) is not None}
     if raw.get("do_sample") is False and "temperature" not in override:
@@ -65,6 +85,8 @@ def check_logprobs(name: str, value: int | None, limits: Limits) -> None:
 
 def room_for(prompt_len: int, wanted: int | None, limits: Limits, param: str = "max_tokens") -> int:
     """Output tokens that fit behind the prompt; `wanted` must be among them. Raises 400."""
+    if wanted is not None and wanted < 1:
+        raise bad_request(f"{param} is {wanted}; an integer of at least 1 is needed", param)
     longest = limits.max_model_len
     if prompt_len >= longest:
         raise bad_request(
@@ -138,8 +160,8 @@ def _logit_bias(raw: dict[str, float] | None) -> dict[int, float] | None:
         raise bad_request("logit_bias: its keys must be token ids", "logit_bias") from None
 
 
-def grammar_of(request: SamplingFields) -> StructuredOutputs | None:
-    """The grammar that a request asks for, under any of the names for it. Raises 400 if there are two."""
+def grammar_of(request: SamplingFields) -> tuple[StructuredOutputs | None, str]:
+    """The grammar that a request asks for, and the field that does. Raises 400 if there are two."""
     found: list[tuple[str, dict[str, Any]]] = []
     if request.structured_outputs is not None:
         given = request.structured_outputs.model_dump(by_alias=True, include=set(_OUTPUT_FIELDS))
@@ -150,7 +172,7 @@ def grammar_of(request: SamplingFields) -> StructuredOutputs | None:
     if request.response_format is not None and request.response_format.type != "text":
         found.append(("response_format", _response_format(request.response_format)))
     if not found:
-        return None
+        return None, "structured_outputs"
     if len(found) > 1:
         raise bad_request(f"{' and '.join(name for name, _ in found)} exclude each other", found[1][0])
     name, fields = found[0]
@@ -159,7 +181,7 @@ def grammar_of(request: SamplingFields) -> StructuredOutputs | None:
     if fields.get("choice") == []:
         raise bad_request(f"{name}: choice is empty; at least one string is needed", name)
     try:
-        return StructuredOutputs(**fields)
+        return StructuredOutputs(**fields), name
     except BadField as error:
         raise bad_request(f"{name}: {error.allowed} is needed", name) from None
 
@@ -199,9 +221,7 @@ def _check_depth(value: Any, name: str) -> None:
 
 def not_supported(request: SamplingFields) -> ApiError | None:
     """Fields of other servers that change the result, so that ignoring them would be wrong."""
-    extra = request.model_extra or {}
-    if extra.get("use_beam_search"):
-        return bad_request("use_beam_search is not supported; use n with a temperature above 0", "use_beam_search")
-    if extra.get("prompt_embeds") is not None:
-        return bad_request("prompt_embeds is not supported; send text or token ids", "prompt_embeds")
+    for name, instead in _NOT_SUPPORTED.items():
+        if (request.model_extra or {}).get(name) not in (None, False, "", [], {}):
+            return bad_request(f"{name} is not supported; {instead}", name)
     return None

@@ -12,6 +12,7 @@ import contextlib
 import logging
 import signal
 import socket
+import ssl
 import time
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -57,6 +58,7 @@ async def serve(args: argparse.Namespace, config: EngineConfig, api_keys: tuple[
         logger.warning(
             "the tokenizer has no %s: /v1/chat/completions is refused, completions work", ", ".join(chat.missing)
         )
+    _check_certificate(args.ssl_certfile, args.ssl_keyfile)
     listener = _bind(args.host, args.port)  # a port in use is told before a model is loaded
 
     loop, stop = asyncio.get_running_loop(), _StopSignal()
@@ -100,6 +102,20 @@ def cache_labels(config: EngineConfig, info: dict[str, Any]) -> dict[str, str]:
         "enable_prefix_caching": str(config.enable_prefix_caching),
         "gpu_memory_utilization": str(config.gpu_memory_utilization),
     }
+
+
+def _check_certificate(certfile: str | None, keyfile: str | None) -> None:
+    """Raises `Refused` if TLS is asked for with files that cannot serve it."""
+    if certfile is None and keyfile is None:
+        return
+    if certfile is None:
+        raise Refused("--ssl-keyfile is given without --ssl-certfile; both are needed for TLS")
+    try:
+        ssl.create_default_context(ssl.Purpose.CLIENT_AUTH).load_cert_chain(certfile, keyfile)
+    except OSError as error:  # SSLError is one
+        raise Refused(
+            f"--ssl-certfile {certfile} and --ssl-keyfile {keyfile} cannot be used: {error.strerror or error}"
+        ) from None
 
 
 def _bind(host: str, port: int) -> socket.socket:

@@ -8,7 +8,7 @@ from typing import Any
 
 from paraflash.engine.client import AsyncEngine
 from paraflash.server.chat_codec import ChatCodec
-from paraflash.server.errors import ApiError
+from paraflash.server.errors import ApiError, first_line
 from paraflash.server.metrics import Metrics
 from paraflash.server.sampling import Limits
 from paraflash.server.tokens import TextTokenizer
@@ -51,7 +51,7 @@ class ServerState:
         if self.draining:
             raise ApiError(503, "the server is shutting down")
         if self.engine.dead is not None:
-            raise ApiError(503, f"the engine is not available: {self.engine.dead}")
+            raise ApiError(503, f"the engine is not available: {first_line(self.engine.dead)}")
 
     def note_unknown(self, extra: dict[str, Any] | None) -> None:
         """Logs fields that have no meaning here, each name once."""

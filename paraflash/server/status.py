@@ -7,6 +7,7 @@ from importlib.resources import files
 from typing import Any
 
 from paraflash import __version__
+from paraflash.server.errors import first_line
 from paraflash.server.logprobs import finite
 from paraflash.server.startup_table import rows
 from paraflash.server.state import ServerState
@@ -26,7 +27,7 @@ def snapshot(state: ServerState, now: float) -> dict[str, Any]:
         "version": __version__,
         "model": list(state.options.served_names),
         "health": health,
-        "reason": state.engine.dead,
+        "reason": state.engine.dead and first_line(state.engine.dead),
         "uptime_s": int(now - state.started),
         "max_model_len": state.limits.max_model_len,
         "info": plain(state.engine.info),

@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import asyncio
-import json
 from pathlib import Path
-from typing import Any
 
-from paraflash.engine.tokenizer import load_tokenizer, token_bytes
+from paraflash.engine.tokenizer import bos_to_add, load_tokenizer, token_bytes
 
 _LONG_TEXT = 2_000  # characters
 
@@ -20,9 +18,7 @@ class TextTokenizer:
         self.tokenizer = load_tokenizer(folder)
         self._bytes = token_bytes(self.tokenizer)
         self.special_ids = self._bytes.special
-        config = Path(folder) / "tokenizer_config.json"
-        settings: dict[str, Any] = json.loads(config.read_text(encoding="utf-8")) if config.is_file() else {}
-        self.bos = bos_token_id if settings.get("add_bos_token") else None
+        self.bos = bos_to_add(folder, bos_token_id)
 
     def id_of(self, token: str) -> int | None:
         found: int | None = self.tokenizer.token_to_id(token)

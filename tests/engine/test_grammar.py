@@ -116,10 +116,10 @@ def test_two_requests_with_one_grammar_do_not_share_their_place(grammars: Gramma
         {"structural_tag": "{"},
     ],
 )
-def test_a_wrong_grammar_is_refused_and_names_response_format(grammars: Grammars, fields: dict[str, Any]) -> None:
-    with pytest.raises(RequestRefused, match="response_format: ") as error:
+def test_a_wrong_grammar_is_refused_and_names_its_field(grammars: Grammars, fields: dict[str, Any]) -> None:
+    with pytest.raises(RequestRefused, match="structured_outputs: ") as error:
         grammars.start(StructuredOutputs(**fields))
-    assert error.value.field == "response_format" and "/project/" not in str(error.value)
+    assert error.value.field == "structured_outputs" and "/project/" not in str(error.value)
 
 
 def test_a_token_outside_the_grammar_marks_the_request_as_failed(grammars: Grammars) -> None:
@@ -127,6 +127,18 @@ def test_a_token_outside_the_grammar_marks_the_request_as_failed(grammars: Gramm
     allowed(state)
     state.accept(50)
     assert state.failed is not None and state.bitmask() is None
+
+
+@pytest.mark.parametrize("fields", [{"grammar": "root ::= root"}, {"regex": "[^\\x00-\\U0010ffff]"}])
+def test_a_grammar_that_lets_no_token_follow_ends_its_request_alone(fields: dict[str, Any]) -> None:
+    with LLM(NARROW, device="cpu", dtype="float32") as llm:
+        free = SamplingParams(temperature=0.0, max_tokens=3, ignore_eos=True)
+        stuck = SamplingParams(structured_outputs=StructuredOutputs(**fields), logprobs=0)
+        got = [o.outputs[0] for o in llm.generate([[5], [6], [5]], [free, stuck, free], use_tqdm=False)]
+        assert llm.core.stats()["kv_usage"] == 0
+    assert (got[1].token_ids, got[1].text, got[1].logprobs, got[1].finish_reason) == ([], "", [], "abort")
+    assert got[1].stop_reason == "the grammar lets no token follow"
+    assert got[0].token_ids == got[2].token_ids and len(got[0].token_ids) == 3
 
 
 def test_answers_of_a_model_follow_their_grammars_beside_free_ones() -> None:

@@ -28,6 +28,7 @@ from paraflash.engine.cli import add_arguments, run
 from paraflash.engine.engine import CachesDiffer, EngineCore
 from paraflash.engine.executor import EngineDeadError
 from paraflash.engine.request import RequestRefused
+from paraflash.engine.tokenizer import TokenizerError
 
 NARROW = Path(__file__).parent.parent / "data" / "golden" / "narrow"
 FAKES = "fake_runners"
@@ -148,6 +149,10 @@ def test_stop_token_ids_and_stop_strings(llm: LLM) -> None:
         ({"prompt": "a", "multi_modal_data": {}}, ValueError, "multi_modal_data.*only text"),
         (5, TypeError, "prompts is int"),
         ([None], TypeError, "prompt 0 is NoneType"),
+        (b"text", TypeError, "prompts is bytes"),
+        ([b"text"], TypeError, "prompt 0 is bytes"),
+        ({"prompt_token_ids": 5}, TypeError, "prompt 1 has prompt_token_ids 5; a list of token ids"),
+        ({"prompt_token_ids": "text"}, TypeError, "prompt 1 has prompt_token_ids 'text'; a list of token ids"),
     ],
 )  # fmt: skip
 def test_a_bad_prompt_is_refused_before_anything_runs(llm: LLM, prompt: Any, error: type, words: str) -> None:
@@ -155,6 +160,18 @@ def test_a_bad_prompt_is_refused_before_anything_runs(llm: LLM, prompt: Any, err
         llm.generate([[5], prompt] if isinstance(prompt, dict) else prompt, greedy(), use_tqdm=False)
     assert not llm.core.has_unfinished() and llm.core.stats()["steps"] == 0
     assert llm.generate([[5]], greedy(), use_tqdm=False)[0].outputs[0].token_ids == [6, 7, 8, 9]
+
+
+@pytest.mark.parametrize("params", [{"max_tokens": 1}, "x", [None], [{}], 5])
+def test_what_is_no_sampling_params_is_named(llm: LLM, params: Any) -> None:
+    with pytest.raises(TypeError, match=r"sampling_params is .*; a SamplingParams or a list with one per prompt"):
+        llm.generate([[5]], params, use_tqdm=False)
+
+
+def test_a_tokenizer_that_is_not_there_is_told_before_a_process_starts(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("paraflash.engine.llm.EngineCore", None)
+    with pytest.raises(TokenizerError, match=r"/nowhere/tokenizer\.json does not exist"):
+        LLM(NARROW, device="cpu", tokenizer="/nowhere")
 
 
 def test_an_unknown_keyword_is_named_with_what_was_meant() -> None:
@@ -251,9 +268,9 @@ def test_a_wrong_grammar_is_refused_with_its_field(llm: LLM) -> None:
     from paraflash.engine.sampling_params import StructuredOutputs
 
     params = greedy(structured_outputs=StructuredOutputs(json={"type": "nonsense"}))
-    with pytest.raises(RequestRefused, match="response_format: Unsupported type") as error:
+    with pytest.raises(RequestRefused, match="structured_outputs: Unsupported type") as error:
         llm.generate([[5]], params, use_tqdm=False)
-    assert error.value.field == "response_format"
+    assert error.value.field == "structured_outputs"
     assert not llm.core.has_unfinished()
 
 

@@ -54,6 +54,17 @@ def test_the_input_is_not_changed() -> None:
     assert torch.equal(x, before)
 
 
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+@pytest.mark.parametrize("penalty", [1e-300, 1e300])
+def test_no_repetition_penalty_breaks_a_mask_or_a_logit(penalty: float, temperature: float) -> None:
+    history = np.arange(4, dtype=np.int32)
+    for row in ([3.0, 2.0, 0.0, -2.0], [-1.0, -2.0, 0.0, -3.0]):
+        for only in range(4):
+            fields = {"bitmask": np.array([1 << only], np.int32), "top_p": 0.5, "min_p": 0.1}
+            spec = {"repetition_penalty": penalty, "history": history, "prompt_len": 2, "temperature": temperature}
+            assert one(row, **spec, **fields).token_id == only
+
+
 def test_draws_follow_the_softmax() -> None:
     row = torch.tensor([2.0, 1.0, 0.0, -1.0])
     n = 20000

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from paraflash.engine.request import Request, RequestRefused, sample_spec
-from paraflash.engine.sampling_params import BadField, SamplingParams, StructuredOutputs
+from paraflash.engine.sampling_params import BadField, SamplingParams, StructuredOutputs, seed_of_sample
 
 NAN, INF = math.nan, math.inf
 BAD = [
@@ -78,6 +78,13 @@ def test_stop_strings_are_a_list_and_minus_one_is_no_seed():
     assert SamplingParams(stop="end").stop_strings == ["end"]
     assert SamplingParams().stop_strings == []
     assert SamplingParams(seed=-1).seed is None
+
+
+def test_every_sample_has_a_seed_of_its_own_that_fits_and_is_no_minus_one():
+    assert [seed_of_sample(7, i) for i in range(3)] == [7, 8, 9]
+    assert [seed_of_sample(-3, i) for i in range(4)] == [-3, -2, 0, 1]
+    assert [seed_of_sample(2**63 - 1, i) for i in range(2)] == [2**63 - 1, -(2**63)]
+    assert seed_of_sample(None, 1) is None
 
 
 def test_min_tokens_above_max_tokens_is_refused():

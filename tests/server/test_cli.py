@@ -1,10 +1,12 @@
 """Flags of `paraflash serve`: the launch command of the vLLM guide, refusals with a reason, and spelling mistakes."""
 
 import argparse
+import shutil
+from pathlib import Path
 from typing import Any
 
 import pytest
-from running_server import SCRIPTED
+from running_server import SCRIPTED, RunningServer
 
 from paraflash.config.engine import Refused
 from paraflash.engine.flags import engine_config
@@ -105,9 +107,39 @@ def test_keys_come_from_the_flag_or_the_environment(monkeypatch: pytest.MonkeyPa
         (("--override-generation-config", '{"temperature": -1}'), "generation config: temperature is -1"),
         (("--tokenizer", "/nowhere"), "tokenizer.json does not exist"),
         (("--host", "203.0.113.1"), "cannot listen on 203.0.113.1"),
+        (("--generation-config", "/nowhere"), "/nowhere/generation_config.json cannot be read"),
+        (("--ssl-keyfile", "/nowhere"), "without --ssl-certfile"),
+        (("--ssl-certfile", "/nowhere"), "--ssl-certfile /nowhere and --ssl-keyfile None cannot be used"),
     ],
 )
 def test_a_refused_setting_ends_with_one_sentence(start: Any, words: tuple[str, ...], text: str) -> None:
     server = start(*words, factory=SCRIPTED, wait=False)
-    assert server.wait_exit(30) != 0
+    assert server.wait_exit(30) == 2
     assert text in server.log.splitlines()[-1]
+
+
+@pytest.mark.parametrize(
+    ("name", "text"),
+    [
+        ("generation_config.json", "{"),
+        ("generation_config.json", "[]"),
+        ("tokenizer_config.json", "{"),
+        ("tokenizer_config.json", "[]"),
+        ("model-00002-of-00004.safetensors", "short"),
+    ],
+)
+def test_a_broken_file_of_the_checkpoint_ends_with_one_sentence(
+    checkpoint: Path, tmp_path: Path, name: str, text: str
+) -> None:
+    folder = shutil.copytree(checkpoint, tmp_path / "broken")
+    (folder / name).write_text(text)
+    server = RunningServer([str(folder)], None)
+    assert server.wait_exit(60) == 2
+    assert name in server.log.splitlines()[-1] and "Traceback" not in server.log
+
+
+def test_a_model_that_is_a_file_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "model").write_text("")
+    server = RunningServer([str(tmp_path / "model")], SCRIPTED)
+    assert server.wait_exit(30) == 2
+    assert "model/config.json does not exist" in server.log.splitlines()[-1]

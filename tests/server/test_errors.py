@@ -9,6 +9,7 @@ from running_server import RunningServer
 
 CHAT = {"messages": [{"role": "user", "content": "SAY<<</think>ok>>END"}], "max_tokens": 20}
 TEXT = {"prompt": "SAY<<ok>>END"}
+TOOL = {"type": "function", "function": {"name": "f"}}
 LONG = (
     b'{"prompt": "a", "messages": [], "tokens": [], "max_tokens": ' + b"9" * 5000 + b"}"
 )  # digits beyond Python's limit
@@ -65,6 +66,11 @@ def check(response: httpx.Response, status: int, param: str | None) -> str:
         ("logit_bias", {"1": float("nan")}),
         ("stream_options", {"include_usage": True}),
         ("response_format", {"type": "json_schema"}),
+        ("bad_words", ["x"]),
+        ("allowed_token_ids", [5]),
+        ("truncate_prompt_tokens", 3),
+        ("documents", [{"text": "x"}]),
+        ("chat_template", "x"),
     ],
 )
 @pytest.mark.parametrize("route", ["completions", "chat/completions"])
@@ -86,6 +92,10 @@ def test_a_bad_field_is_named(scripted: RunningServer, route: str, field: str, v
         ("completions", {"prompt": [[]]}, "prompt"),
         ("completions", {"prompt": [512]}, "prompt"),
         ("completions", {"prompt": {"a": 1}}, "prompt"),
+        ("completions", {"prompt": [-1]}, "prompt.0"),
+        ("completions", {"prompt": [[5], [6, -1]]}, "prompt.1.1"),
+        ("completions", {"prompt": ["a", None]}, "prompt.1"),
+        ("completions", {"stop": ["a", 5]}, "stop.1"),
         ("completions", {"prompt": None}, "prompt"),
         ("completions", {"prompt": ["a"] * 129}, "n"),
         ("completions", {"suffix": "x"}, "suffix"),
@@ -102,6 +112,18 @@ def test_a_bad_field_is_named(scripted: RunningServer, route: str, field: str, v
         ("chat/completions", {"top_logprobs": 25, "logprobs": True}, "top_logprobs"),
         ("chat/completions", {"top_logprobs": 2}, "top_logprobs"),
         ("chat/completions", {"max_completion_tokens": 5000}, "max_completion_tokens"),
+        ("chat/completions", {"max_completion_tokens": 0}, "max_completion_tokens"),
+        ("chat/completions", {"functions": [{"name": "f"}]}, "functions"),
+        (
+            "chat/completions",
+            {"chat_template_kwargs": {"reasoning_effort": "x"}},
+            "chat_template_kwargs.reasoning_effort",
+        ),
+        ("chat/completions", {"tools": [TOOL, TOOL]}, "tools"),
+        ("chat/completions", {"tools": [{**TOOL, "function": {"name": "f", "parameters": {"type": 5}}}]}, "tools"),
+        ("chat/completions", {"tools": [TOOL], "tool_choice": {"function": {"name": "g"}}}, "tool_choice"),
+        ("chat/completions", {"tools": [TOOL], "tool_choice": {"type": "function"}}, "tool_choice.function"),
+        ("chat/completions", {"tools": [TOOL], "tool_choice": "maybe"}, "tool_choice"),
         ("chat/completions", {"messages": []}, "messages"),
         ("chat/completions", {"messages": [{"role": "boss", "content": "x"}]}, "messages"),
         ("chat/completions", {"messages": [{"content": "x"}]}, "messages.0.role"),
@@ -161,7 +183,9 @@ def test_an_unknown_model_gives_404(scripted: RunningServer) -> None:
 
 def test_unknown_paths_and_methods_are_json_errors(scripted: RunningServer) -> None:
     check(httpx.get(scripted.url + "/v2/x"), 404, None)
-    check(httpx.get(scripted.url + "/v1/completions"), 405, None)
+    wrong = httpx.get(scripted.url + "/v1/completions")
+    check(wrong, 405, None)
+    assert wrong.headers["allow"] == "POST"
 
 
 def test_a_full_queue_gives_503_and_a_hint_to_retry(scripted: RunningServer) -> None:

@@ -136,6 +136,25 @@ def test_greedy_logprobs_name_the_chosen_token_first(client: openai.OpenAI) -> N
         assert entry.logprob <= 0
 
 
+@pytest.mark.parametrize(
+    ("extra", "param"),
+    [
+        ({"guided_grammar": "root ::= root"}, "guided_grammar"),
+        ({"guided_regex": "("}, "guided_regex"),
+        ({"structured_outputs": {"json": "x"}}, "structured_outputs"),
+        ({"response_format": {"type": "json_schema", "json_schema": {"schema": {"$ref": "#"}}}}, "response_format"),
+    ],
+)
+def test_a_grammar_that_cannot_be_followed_is_the_requests_fault(
+    real: RunningServer, client: openai.OpenAI, extra: dict[str, Any], param: str
+) -> None:
+    with pytest.raises(openai.BadRequestError) as error:
+        client.completions.create(model=MODEL, prompt="a", extra_body=extra)
+    assert error.value.param == param and str(error.value.body["message"]).startswith(f"{param}: ")  # type: ignore[index]
+    assert client.completions.create(model=MODEL, prompt="a", max_tokens=2).choices[0].finish_reason
+    real.wait_idle()
+
+
 def test_echo_scores_the_prompt(client: openai.OpenAI) -> None:
     answer = client.completions.create(model=MODEL, prompt="Two words", max_tokens=0, echo=True, logprobs=1)
     logprobs = answer.choices[0].logprobs
