@@ -81,6 +81,7 @@ class Scheduler:
         self._unfinished: dict[str, Request] = {}
         self._free_slots = list(range(config.max_num_seqs or 0))[::-1]
         self._in_flight: Step | None = None
+        self._passed_over = False  # the last step left requests waiting
         self._steps = self._arrivals = 0
         self._preemptions = self._prefix_queries = self._prefix_hits = 0
         self._prompt_tokens = self._generation_tokens = 0
@@ -93,7 +94,9 @@ class Scheduler:
         if request.request_id in self._unfinished:
             raise RequestRefused("request_id", f"request id {request.request_id!r} is in use")
         max_tokens = fitting_max_tokens(request, self.model.vocab_size, self.max_model_len, self.pool)
-        if 0 < self.config.max_queue <= len(self.waiting):
+        # What came since the last step waits for that step alone, as long as there are places in it.
+        places = 0 if self._passed_over else (self.config.max_num_seqs or 0) - len(self.running)
+        if 0 < self.config.max_queue <= len(self.waiting) - places:
             raise QueueFull(f"{len(self.waiting)} requests are waiting, as many as max_queue allows")
         request.max_tokens = max_tokens
         request.arrival = self._arrivals
@@ -167,6 +170,7 @@ class Scheduler:
                     chunks[request] = rows
                     budget -= rows
         self._admit(chunks, budget)
+        self._passed_over = bool(self.waiting)
         if not chunks:
             return None
         parts = [(r, self._step_request(r, n)) for r, n in chunks.items()]

@@ -92,7 +92,6 @@ class Generation:
             # Stop strings are found here; the engine has no text.
             submissions.append(Submission(name, prompt, own, cache_salt))
         self = cls(state, request_id, choices, grammar_field)
-        state.metrics.request_arrived(n, params.max_tokens)
         try:
             self._stream = await state.engine.submit(submissions)
         except BaseException as error:
@@ -100,6 +99,7 @@ class Generation:
             if isinstance(error, NotTaken) and error.field == "structured_outputs":
                 raise self._bad_grammar(str(error).removeprefix("structured_outputs: ")) from None
             raise
+        state.metrics.request_taken(n, params.max_tokens)
         return self
 
     async def events(self) -> AsyncIterator[Event]:

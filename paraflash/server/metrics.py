@@ -144,7 +144,7 @@ class Metrics:
     def observe(self, name: str, value: float) -> None:
         self._histograms[name].observe(value)
 
-    def request_arrived(self, n: int, max_tokens: int | None) -> None:
+    def request_taken(self, n: int, max_tokens: int | None) -> None:
         self.observe("request_params_n", n)
         if max_tokens is not None:
             self.observe("request_params_max_tokens", max_tokens)

@@ -220,6 +220,19 @@ def test_a_full_queue_turns_requests_away_until_there_is_room():
     rig.add("d", prompt(5))
 
 
+def test_requests_that_the_next_step_has_places_for_do_not_fill_the_queue():
+    rig = Rig(max_queue=1, max_num_seqs=3)
+    for name in "abcd":
+        rig.add(name, prompt(5))  # three places and one in the queue
+    with pytest.raises(QueueFull, match="4 requests are waiting"):
+        rig.add("e", prompt(5))
+    rig.step()
+    with pytest.raises(QueueFull, match="1 requests are waiting"):
+        rig.add("e", prompt(5))
+    rig.run()
+    rig.add("e", prompt(5))
+
+
 def test_seeds_follow_from_the_engines_seed_and_the_order_of_arrival():
     def seeds(engine_seed):
         rig = Rig(seed=engine_seed)

@@ -189,8 +189,13 @@ def test_unknown_paths_and_methods_are_json_errors(scripted: RunningServer) -> N
 
 
 def test_a_full_queue_gives_503_and_a_hint_to_retry(scripted: RunningServer) -> None:
+    def counted() -> list[str]:
+        return [line for line in httpx.get(scripted.url + "/metrics").text.splitlines() if "_params_n_count" in line]
+
+    before = counted()
     response = post(scripted, "/v1/completions", {"prompt": "BUSY", "stream": True})
     check(response, 503, None)
+    assert counted() == before != []
     assert response.headers["retry-after"] == "1"
 
 
