@@ -66,12 +66,12 @@ def run_topology(folder: Path, tp: int, pcp: int) -> dict[str, Any]:
 
 
 def main() -> int:
-    from rich.console import Console
     from rich.table import Table
 
     from paraflash.cli import main as paraflash
+    from paraflash.console import table_console
 
-    console = Console()
+    console = table_console()
     with tempfile.TemporaryDirectory(prefix="paraflash-demo-") as name:
         folder = Path(name) / "checkpoint"
         console.print("[bold]1. A random checkpoint in the released format[/bold] (FP8 32x32, FP4 experts, FP8 Engram)")

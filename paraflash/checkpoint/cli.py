@@ -100,9 +100,9 @@ def _inspect(args: argparse.Namespace) -> int:
     if args.json:
         print(json.dumps(report, indent=2))
     else:
-        from rich.console import Console
+        from paraflash.console import table_console
 
-        print_tables(report, Console(width=None if sys.stdout.isatty() else 160).print)
+        print_tables(report, table_console().print)
     if report["problems"]:
         print(f"error: {report['problems']}", file=sys.stderr)
         return 1

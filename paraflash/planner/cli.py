@@ -191,24 +191,26 @@ def _size(nbytes: float) -> str:
 
 
 def _print_hardware(hardware: Hardware) -> None:
-    from rich.console import Console
     from rich.table import Table
+
+    from paraflash.console import table_console
 
     table = Table(title=hardware.name)
     for column in ("field", "value", "source"):
         table.add_column(column, justify="right" if column == "value" else "left")
     for field, source in hardware.sources.items():
         table.add_row(field, f"{getattr(hardware, field):.4g}", source)
-    Console().print(table)
+    table_console().print(table)
 
 
 def _print_plan(
     predictions: list[Prediction], best: Prediction | None, hardware: Hardware, workload: Workload, backend: str
 ) -> None:
-    from rich.console import Console
     from rich.table import Table
 
-    console = Console()
+    from paraflash.console import table_console
+
+    console = table_console()
     world = predictions[0].topology.world
     replay = "on" if workload.bounded_replay else "off"
     prompts = f"{workload.concurrency} prompts of {workload.input_len} tokens"
@@ -217,15 +219,15 @@ def _print_plan(
     main = Table(title=f"{head}, {backend} experts, bounded replay {replay}")
     for column in (
         "split",
-        "GPU GB a rank",
-        "host GB a node",
+        "GPU a rank",
+        "host a node",
         "KV tokens",
         "input tok/s",
         "change",
         "mean TTFT ms",
         "",
     ):
-        main.add_column(column, justify="left" if column in ("split", "") else "right")
+        main.add_column(column, justify="left" if column in ("split", "") else "right", no_wrap=column == "split")
     for p in predictions:
         if p.memory is None:
             main.add_row(str(p.topology), *["-"] * 6, p.refused)
@@ -243,8 +245,8 @@ def _print_plan(
         )
     console.print(main)
 
-    terms = Table(title="Where a rank's time goes: microseconds a prompt token")
-    terms.add_column("split")
+    terms = Table(title="Where a rank's time goes: microseconds a prompt token", padding=(0, 0))
+    terms.add_column("split", no_wrap=True)
     for title in TERM_TITLES.values():
         terms.add_column(title, justify="right")
     terms.add_column("sum", justify="right")
