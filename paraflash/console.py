@@ -1,4 +1,4 @@
-"""Where tables are printed: as wide as the terminal, but wide enough for every column when written to a file or pipe."""
+"""Where tables are printed: as wide as the terminal, and wide enough for every column in a file or pipe."""
 
 from __future__ import annotations
 

@@ -53,7 +53,7 @@ class EngineConfig:
     max_logprobs: int = 20
     max_queue: int = 0  # waiting requests above which new ones are turned away; 0: no limit
     seed: int = 0
-    step_timeout: float = 10.0  # seconds without progress of any rank after which the engine ends
+    step_timeout: float = 9.0  # seconds without progress of any rank after which the engine ends, within 10 in all
     check_caches: bool = False  # debug: compare a hash of all PCP ranks' caches after each step
 
     @property

@@ -132,6 +132,7 @@ class Transformer:
                 block.attention.write(block.collapse(state, "attn"), batch, narrowing.windows, cache)
                 return x[:0]
             state, batch = self._attend(block, state, batch, cache, chosen, narrowing)
+            progress()
             pre, post, comb = block.mixes(state.streams, "ffn")
             y, ids, weights = block.moe(block.collapse(state, "ffn"), batch.all_rows)
             state = State(k.hc_expand(y, state.streams, post, comb), pre)
