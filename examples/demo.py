@@ -94,7 +94,7 @@ def main() -> int:
             equal,
         )
     console.print(table)
-    console.print("A rank here is a process on the same few cores, so more ranks are not faster; on GPUs they are.")
+    console.print("Ranks are processes that share this machine's cores: the table shows equal tokens, not how GPUs scale.")
     return 0 if all(r["tokens"] == base for r in results.values()) else 1
 
 
