@@ -1,0 +1,120 @@
+"""What each fault costs: `python -m training.ablation CHECKPOINT` prints accuracy with one part broken at a time.
+
+A fault is judged against the intact engine at the same setting, one at which the fault has something to break: a short
+halo needs chunks longer than it, a lost pair needs many borders, padding rows need ranks with unequal rows.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from unittest import mock
+
+from training.evaluate import PROBLEMS, Problem, Result, counts, positive, read_problems, run_split
+from training.tasks import TASKS
+
+
+@dataclass(frozen=True)
+class Setting:
+    """One way to run the problems of `tasks`; every fault of it is compared with none."""
+
+    pcp: int
+    batched_tokens: int
+    requests: int
+    faults: tuple[str, ...]
+    tasks: tuple[str, ...] = TASKS
+
+    @property
+    def name(self) -> str:
+        return f"TP1/PCP{self.pcp}, {self.batched_tokens} tokens a step, {self.requests} requests"
+
+
+SETTINGS = (
+    Setting(2, 1024, 16, ("pairs_unlinked", "short_halo", "engram_reset", "candidates_shifted")),
+    Setting(4, 40, 4, ("pairs_at_borders",), ("pairs",)),
+    Setting(4, 512, 5, ("pads_routed",)),
+)
+MEANING = {
+    "": "nothing",
+    "pairs_unlinked": "pair linkage off: the odd token of every ratio-2 group stands in for the even one",
+    "pairs_at_borders": "pair linkage off where the even token is on another rank or in an earlier step",
+    "short_halo": "halo of 64 rows instead of 127",
+    "engram_reset": "Engram look-back reset at every border of a chunk (a decoded token is a chunk of one)",
+    "candidates_shifted": "candidate filter off by one block",
+    "pads_routed": "padding rows routed in place of the last rows",
+}
+
+
+@contextmanager
+def broken(fault: str) -> Iterator[None]:
+    """LLMs made inside start workers with the fault; "" leaves them intact."""
+    from paraflash.engine import llm
+
+    if not fault:
+        yield
+        return
+    core = partial(llm.EngineCore, runner_factory=f"training.faults:broken_{fault}")
+    with mock.patch.object(llm, "EngineCore", core):
+        yield
+
+
+def measure(checkpoint: Path, setting: Setting, fault: str, problems: Sequence[Problem]) -> Result:
+    with broken(fault):
+        return run_split(
+            checkpoint,
+            problems,
+            1,
+            setting.pcp,
+            max_num_batched_tokens=setting.batched_tokens,
+            max_num_seqs=setting.requests,
+        )
+
+
+def table(rows: Sequence[tuple[Setting, str, dict[str, tuple[int, int]]]]) -> str:
+    """Markdown: one row a fault and setting, accuracy of each task in per cent, the largest loss against no fault."""
+    heads = ["Broken", *TASKS, "Largest loss", "Setting"]
+    lines = ["| " + " | ".join(heads) + " |", "| " + " | ".join("---" for _ in heads) + " |"]
+    intact: dict[str, float] = {}
+    for setting, fault, found in rows:
+        share = {t: 100 * found[t][0] / found[t][1] for t in TASKS if t in found}
+        cells = [MEANING[fault], *(f"{share[t]:.1f}" if t in share else "" for t in TASKS)]
+        if fault:
+            task = max(share, key=lambda t: intact[t] - share[t])
+            cells.append(f"{intact[task] - share[task]:.1f} ({task})")
+        else:
+            intact = share
+            cells.append("")
+        lines.append("| " + " | ".join([*cells, setting.name]) + " |")
+    return "\n".join(lines)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("checkpoint", type=Path)
+    parser.add_argument(
+        "--problems", type=positive, default=40, help="problems of each task, the first of the test set"
+    )
+    parser.add_argument("--fault", choices=[f for f in MEANING if f], action="append", help="only these; repeat it")
+    parser.add_argument("--output", type=Path, help="write the counts as JSON")
+    options = parser.parse_args()
+    rows = []
+    for setting in SETTINGS:
+        faults = [f for f in setting.faults if options.fault is None or f in options.fault]
+        problems = read_problems(PROBLEMS, {task: options.problems for task in setting.tasks})
+        for fault in ["", *faults] if faults else []:
+            result = measure(options.checkpoint, setting, fault, problems)
+            rows.append((setting, fault, counts(problems, result)))
+            print(f"{fault or 'intact'}, {setting.name}: {rows[-1][2]} in {result.seconds:.0f} s", flush=True)
+    print(f"\nAccuracy in per cent, {options.problems} problems a task\n\n{table(rows)}")
+    if options.output:
+        report = [{"setting": s.name, "fault": f, "right, asked": found} for s, f, found in rows]
+        options.output.write_text(json.dumps(report, indent=1), encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()
