@@ -16,7 +16,7 @@ from torch import Tensor
 from paraflash.checkpoint.writer import write_checkpoint
 from paraflash.config.model import parse_config
 from training.model import Miniature
-from training.tasks import vocab
+from training.tasks import TASKS, vocab
 from training.train import load
 from training.vocabulary import write_tokenizer
 from training.weights import to_checkpoint
@@ -38,12 +38,37 @@ def write_model(folder: Path, raw: dict[str, Any], parameters: dict[str, Tensor]
     return size
 
 
+def card(parameters: int, size: int, log: list[dict[str, Any]]) -> str:
+    """The model card: what the checkpoint is, its size and, where the trainer measured them, its accuracies."""
+    lines = [
+        "# A trained miniature",
+        "",
+        f"{parameters / 1e6:.2f} M parameters, {size / 1e6:.2f} MB in the released format: FP8 linears in 32x32 "
+        "blocks, FP4 routed experts, FP8 Engram rows.",
+        "It knows nothing but six generated tasks: key-value recall with two-word keys (pairs) and with codes "
+        "(recall), fixed facts (ngram), copy, sort, and word problems of one or two steps (arithmetic).",
+        "Prompts are single user turns without thinking. Made by the scripts in `training/`, whose README tells how to "
+        "make it again; all data is generated there from a seed.",
+    ]
+    ends = [row for row in log if row.get("eval") == "end"][-2:]
+    if ends:
+        lines += ["", "Accuracy of greedy answers in per cent, by the trainer, with the trained cache rounding:", ""]
+        lines += ["| Weights | " + " | ".join(TASKS) + " |", "| --- |" + " --- |" * len(TASKS)]
+        lines += [f"| {row['weights']} | " + " | ".join(f"{100 * row[t]:.1f}" for t in TASKS) + " |" for row in ends]
+    return "\n".join(lines) + "\n"
+
+
 def export(weights: Path, folder: Path) -> int:
-    """Bytes of the checkpoint made of what train.py wrote into `weights`."""
+    """Bytes of the checkpoint made of what train.py wrote into `weights`; README.md is its model card."""
     raw = json.loads((weights / "config.json").read_text(encoding="utf-8"))
     model = Miniature(parse_config(raw))
     load(model, weights)
-    return write_model(folder, raw, model.parameters_by_name)
+    size = write_model(folder, raw, model.parameters_by_name)
+    log = weights / "log.jsonl"
+    rows = [json.loads(line) for line in log.read_text(encoding="utf-8").splitlines()] if log.exists() else []
+    parameters = sum(p.numel() for p in model.parameters())
+    (folder / "README.md").write_text(card(parameters, size, rows), encoding="utf-8")
+    return size
 
 
 def main() -> None:

@@ -111,6 +111,12 @@ def look_up(task: str, record: tuple[str, str], before: str = "") -> Turn:
     )
 
 
+def distraction(rng: Random) -> str:
+    """Notes that nothing asks about, as they stand before the words of a copy problem."""
+    make = pair_records if rng.random() < 0.5 else code_records
+    return "Notes:" + joined(rng, make(rng, rng.randint(4, 60)), ";") + "\n"
+
+
 def copy_turn(rng: Random, length: int, before: str = "") -> Turn:
     words = rng.sample(COPY_ALPHABET, length)
     answer = "".join(" " + w for w in words[:COPIED])
@@ -171,7 +177,7 @@ def short_sequence(rng: Random, length: int) -> Sequence:
         draw = rng.random()
         if draw < 0.25:
             size = rng.randint(COPIED + 2, 30) if rng.random() < 0.4 else rng.randint(30, 112)
-            out.add(copy_turn(rng, size))
+            out.add(copy_turn(rng, size, distraction(rng) if length >= 1024 and rng.random() < 0.3 else ""))
         elif draw < 0.45:
             out.add(sort_turn(rng))
         elif draw < 0.75:

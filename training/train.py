@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -88,8 +89,10 @@ def parameter_groups(names: list[str], stage: int) -> dict[str, tuple[str, float
             out[name] = ("adam", tables)
         elif name in ("embed", "head"):
             out[name] = ("adam", rows)
-        elif name in ("hc_attn_fn", "hc_ffn_fn", "ffn.gate", "indexer.weights_proj"):
+        elif name in ("hc_attn_fn", "hc_ffn_fn", "ffn.gate"):
             out[name] = ("adam", steering)
+        elif name == "indexer.weights_proj":  # must be good before the indexers choose, and steers nothing until then
+            out[name] = ("adam", 2e-3)
         elif stored_as(name)[1]:
             out[name] = ("muon", 1.2e-2)
         else:
@@ -238,6 +241,17 @@ def clone(value: Any) -> Any:
     return value.detach().clone() if isinstance(value, Tensor) else value
 
 
+def judged(loss: float, best: float) -> tuple[bool, float]:
+    """Whether a mean loss is a blow-up, given the best so far, and what the next one is to be compared with.
+
+    After a blow-up any finite loss will do: the schedule has moved on meanwhile, and what it asks now may cost more for
+    good. Going back again and again would leave the weights behind it for the rest of the run.
+    """
+    if not loss <= 2 * best + 0.3:
+        return True, math.inf
+    return not math.isfinite(loss), min(best * 1.1, loss)
+
+
 def prepare(folder: Path, small: bool) -> tuple[dict[str, Any], ModelConfig, Any]:
     """Writes tokenizer and config.json into `folder`; returns raw config, config and the Engram token map."""
     write_tokenizer(folder, vocab())
@@ -302,7 +316,7 @@ def run(options: argparse.Namespace, say: Callable[[str], None] = print) -> None
         torch.backends.cuda.matmul.allow_tf32 = kept
 
     mode, last = None, time.monotonic()
-    healthy, best = clone(trainer.state(begin)), float("inf")
+    healthy, best = clone(trainer.state(begin)), math.inf
     for step, now in enumerate(plan[begin:], begin):
         batch = first if step == begin else next(source)
         if now.mode != mode:
@@ -326,12 +340,11 @@ def run(options: argparse.Namespace, say: Callable[[str], None] = print) -> None
                 "index": round(counts[-1][1] / options.report, 3),
             }
             record({**row, **shown, "hard": round(now.batch.hard, 2), "dense": round(now.batch.dense, 2)})
-            if not loss <= 2 * best + 0.3:  # a blow-up: go back, and go on with other batches
+            blown_up, best = judged(loss, best)
+            if blown_up:  # go back, and go on with other batches
                 trainer.restore(healthy)
                 record({"step": step + 1, "restored": healthy["step"]})
-                best = float("inf")  # the schedule has moved on: what it asks now may cost more than what it asked then
             else:
-                best = min(best * 1.1, loss)
                 healthy = clone(trainer.state(step + 1))
             if time.monotonic() - begun > options.minutes * 60 - options.reserve:
                 break

@@ -104,3 +104,10 @@ def test_a_folder_that_grows_too_large_is_refused(tmp_path, monkeypatch) -> None
 def test_exported_config_is_the_trainers(folder: Path, tmp_path) -> None:
     raw, _, _ = prepare(tmp_path, small=True)
     assert json.loads((folder / "config.json").read_text()) == raw
+
+
+def test_card_has_the_last_accuracies_of_the_log(folder: Path) -> None:
+    assert "3.55 M parameters" in (folder / "README.md").read_text()
+    row = {"eval": "end", "weights": "fp32", **dict.fromkeys(tasks.TASKS, 0.5)}
+    text = export.card(1, 1, [{"step": 1}, row, {**row, "weights": "released format", "sort": 0.985}])
+    assert "| fp32 | 50.0 |" in text and "98.5" in text

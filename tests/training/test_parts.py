@@ -1,6 +1,7 @@
 """The trainer's own parts: straight-through rounding, Sinkhorn gradient, tasks, tokenizer, a step in every phase."""
 
 import json
+import math
 from dataclasses import replace
 from pathlib import Path
 from random import Random
@@ -16,7 +17,7 @@ from training.data import Shape, batches
 from training.model import Miniature, largest
 from training.optimiser import orthogonalise
 from training.sinkhorn import backward_reference, forward_reference
-from training.train import Trainer, prepare, schedule
+from training.train import Trainer, judged, prepare, schedule
 from training.vocabulary import tokenizer_json
 
 PROBLEMS = Path(__file__).parents[1] / "data" / "miniature"
@@ -140,6 +141,14 @@ def test_equal_scores_are_taken_from_the_left() -> None:
     score = torch.tensor([[0.0, 2.0, 0.0, 0.0, -torch.inf], [-torch.inf, -torch.inf, 1.0, -torch.inf, 0.0]])
     expected = torch.tensor([[1, 1, 1, 0, 0], [0, 0, 1, 0, 1]]).bool()
     assert torch.equal(largest(score, 3), expected)
+
+
+def test_one_blow_up_is_undone_and_a_lasting_rise_is_accepted() -> None:
+    assert judged(0.1, math.inf) == (False, 0.1)
+    assert judged(0.12, 0.1) == (False, pytest.approx(0.11))
+    assert judged(3.0, 0.1) == (True, math.inf)
+    assert judged(math.nan, 0.1)[0] and judged(math.nan, math.inf)[0] and judged(math.inf, math.inf)[0]
+    assert judged(3.0, math.inf) == (False, 3.0)
 
 
 @pytest.mark.parametrize("stage", [1, 2])
