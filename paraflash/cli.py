@@ -18,7 +18,14 @@ COMMANDS = {
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Runs one subcommand; returns its exit status."""
+    """Runs one subcommand; returns its exit status, 130 after a Ctrl-C that the subcommand does not handle."""
+    try:
+        return _run(argv)
+    except KeyboardInterrupt:
+        return 130
+
+
+def _run(argv: list[str] | None) -> int:
     argv = sys.argv[1:] if argv is None else argv
     from paraflash import __version__
 

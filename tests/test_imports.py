@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 import paraflash
-from paraflash.cli import COMMANDS
+from paraflash.cli import COMMANDS, main
 
 HEAVY = ["torch", "triton", "numpy", "fastapi", "xgrammar", "matplotlib", "transformers", "tokenizers", "safetensors"]
 MORE = ["torch.distributed", "uvicorn", "pydantic", "zmq", "msgspec", "prometheus_client", "httpx", "rich"]
@@ -94,3 +94,14 @@ print(json.dumps(failed))
     assert result.returncode == 0, result.stderr
     assert json.loads(result.stdout) == [], result.stderr
     assert len(names) > 80
+
+
+def test_ctrl_c_that_no_command_handles_gives_130_without_a_traceback(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def interrupted(name: str) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("paraflash.cli.importlib.import_module", interrupted)
+    assert main(["serve", "folder"]) == 130
+    assert capsys.readouterr().err == ""

@@ -31,8 +31,12 @@ class ServerProblem(RuntimeError):
 
 def base_url_of(url: str) -> str:
     """Server root of a URL that may have a trailing slash or /v1. Raises ValueError for anything but http(s)."""
-    parts = urlsplit(url if "://" in url else f"http://{url}")
-    if parts.scheme not in ("http", "https") or not parts.netloc:
+    try:
+        parts = urlsplit(url if "://" in url else f"http://{url}")
+        good = parts.scheme in ("http", "https") and bool(parts.hostname) and parts.port != 0  # .port checks the range
+    except ValueError:
+        good = False
+    if not good:
         raise ValueError(f"url is {url!r}; something like http://127.0.0.1:8000 is needed")
     return f"{parts.scheme}://{parts.netloc}{parts.path}".rstrip("/").removesuffix("/v1")
 

@@ -62,8 +62,11 @@ def run(args: argparse.Namespace) -> int:
 def _prompts(args: argparse.Namespace) -> list[Any]:
     prompts: list[Any] = list(args.prompt)
     if args.prompt_file is not None:
-        text = sys.stdin.read() if args.prompt_file == "-" else Path(args.prompt_file).read_text(encoding="utf-8")
-        prompts += [_line(line) for line in text.splitlines() if line.strip()]
+        try:
+            text = sys.stdin.read() if args.prompt_file == "-" else Path(args.prompt_file).read_text(encoding="utf-8")
+        except UnicodeDecodeError as error:
+            raise ValueError(f"--prompt-file {args.prompt_file} is not UTF-8 text: {error}") from None
+        prompts += [_line(line) for line in text.split("\n") if line.strip()]  # JSON may hold other line separators
     if not prompts:
         raise ValueError("no prompt is given; use --prompt or --prompt-file")
     return prompts

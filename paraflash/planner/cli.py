@@ -91,7 +91,7 @@ def read_model(path: str) -> ModelConfig:
         return parse_config(json.loads(Path(path).read_text(encoding="utf-8")))
     except FileNotFoundError:
         raise ConfigError(f"{path} does not exist; a model folder or a config.json is needed") from None
-    except json.JSONDecodeError as error:
+    except (json.JSONDecodeError, UnicodeDecodeError) as error:
         raise ConfigError(f"{path} is not valid JSON: {error}") from None
 
 

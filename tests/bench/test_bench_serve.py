@@ -6,6 +6,7 @@ from pathlib import Path
 import fake_openai
 import pytest
 
+from paraflash.bench.client import base_url_of
 from paraflash.bench.prompts import pool_from_folder, pool_from_size, random_prompts
 from paraflash.cli import main
 
@@ -232,3 +233,12 @@ def test_result_file_holds_label_metadata_and_texts(url, tmp_path):
     assert (result["label"], result["gpu"], result["model_id"]) == ("a", "H20", "fake")
     assert len(result["generated_texts"]) == 5 and result["finish_reasons"] == ["length"] * 5
     assert result["request_goodput"] == pytest.approx(result["request_throughput"])
+
+
+@pytest.mark.parametrize(
+    "url", ["http://127.0.0.1:99999", "http://[", "http://:80", "ftp://x", "http://a:b", "http://a:0"]
+)
+def test_a_url_that_cannot_be_reached_at_all_is_refused(url):
+    with pytest.raises(ValueError, match="is needed") as error:
+        base_url_of(url)
+    assert url in str(error.value)

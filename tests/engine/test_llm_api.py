@@ -311,6 +311,17 @@ def test_the_command_says_what_is_wrong_in_one_line(
     assert text in error and "\n" not in error
 
 
+def test_a_prompt_file_is_text_with_one_prompt_a_line(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    path = tmp_path / "prompts"
+    path.write_bytes(b"\xff\xfe")
+    assert generate_command("--prompt-file", str(path)) == 2
+    assert f"--prompt-file {path} is not UTF-8 text" in capfd.readouterr().err
+    text = "one\u2028still one\x85"  # separators that only a newline is not
+    path.write_text(f"two\n{json.dumps({'prompt': text}, ensure_ascii=False)}\n", encoding="utf-8")
+    assert generate_command("--prompt-file", str(path), "--max-tokens", "1", "--json") == 0
+    assert [json.loads(line)["prompt"] for line in capfd.readouterr().out.split("\n") if line] == ["two", text]
+
+
 def test_the_golden_tokens_come_out_of_a_script_with_two_ranks(tmp_path: Path) -> None:
     from safetensors.numpy import load_file
 

@@ -160,3 +160,10 @@ def test_every_released_number_states_its_source(name):
 def test_the_planner_needs_no_torch_until_it_plans():
     code = "import sys, paraflash.planner.cli; sys.exit('torch' in sys.modules or 'matplotlib' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+
+
+def test_a_config_that_is_no_text_is_named(plan, tmp_path, capsys):
+    path = tmp_path / "config.json"
+    path.write_bytes(b"\xff\xfe")
+    assert plan(path) == 2
+    assert f"{path} is not valid JSON" in capsys.readouterr().err
