@@ -75,7 +75,7 @@ class EngineCore:
         request = Request(request_id, prompt_token_ids, params, cache_salt, arrival_time=time.monotonic())
         state = self._grammars.start(params.structured_outputs) if params.structured_outputs is not None else None
         if state is not None:
-            request.bitmask = state.bitmask
+            request.bitmask, request.compiled = state.bitmask, state.compiled
         self.scheduler.add(request)
         if state is not None:
             self._states[request_id] = state

@@ -1,7 +1,7 @@
 """Grammars that an answer must follow (`SamplingParams.structured_outputs`), through xgrammar.
 
 A grammar is parsed when its request arrives, so that a bad one is refused at once; its token masks are compiled in
-the background while the engine steps, and waited for only when the request's first token is drawn.
+the background while the engine steps for other requests, and waited for only when there are none.
 """
 
 from __future__ import annotations
@@ -117,6 +117,10 @@ class GrammarState:
     def finished(self) -> bool:
         """The answer is complete and its stop token has been taken."""
         return self._matcher is not None and bool(self._matcher.is_terminated())
+
+    def compiled(self) -> bool:
+        """Whether `bitmask` answers without a wait."""
+        return self._compiled.done()
 
     def bitmask(self) -> Int32 | None:
         """int32 [ceil(vocab / 32)]: the tokens allowed next. After the end only stop tokens are."""

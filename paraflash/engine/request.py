@@ -80,6 +80,7 @@ class Request:
         self._ids = _checked_ids(prompt_token_ids)  # grows by doubling
         self.prompt_len = self.num_tokens = len(self._ids)
         self.bitmask: Callable[[], Int32 | None] | None = None  # grammar hook: allowed tokens of the next draw
+        self.compiled: Callable[[], bool] | None = None  # grammar hook: whether `bitmask` answers at once
 
         self.arrival = 0  # order among all requests
         self.seed = 0

@@ -208,12 +208,14 @@ class Scheduler:
 
         One starts only if its whole prompt will find room beside what running prompts still need; it would soon be
         preempted otherwise. So none starts while a running one lacks a block. A prompt that is held back only by
-        max_num_partial_prefills lets those behind it pass.
+        max_num_partial_prefills lets those behind it pass, and so does one whose grammar is still being compiled, as
+        long as there is other work: the step would have to wait for it.
         """
         cap = self.config.max_num_partial_prefills
         partial = sum(r.is_prefill and r.num_uncomputed > chunks.get(r, 0) for r in self.running)
         promised = sum(self._blocks_missing(r) for r in self.running if r.is_prefill)
-        for request in list(self.waiting):
+        compiled = [r for r in self.waiting if r.compiled is None or r.compiled()]
+        for request in compiled if compiled or self.running else list(self.waiting):
             if not budget or not self._free_slots:
                 return
             hit = self._find_prefix(request)

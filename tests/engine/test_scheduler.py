@@ -220,6 +220,24 @@ def test_a_full_queue_turns_requests_away_until_there_is_room():
     rig.add("d", prompt(5))
 
 
+def test_a_grammar_that_is_being_compiled_holds_up_no_other_request():
+    done = []
+    rig = Rig()
+    slow = rig.add("slow", prompt(5))
+    slow.compiled = lambda: bool(done)
+    rig.add("a", prompt(6))
+    for _ in range(2):
+        assert [part.request_id for part in rig.step().requests] == ["a"]
+    done.append(True)
+    assert {part.request_id for part in rig.step().requests} == {"a", "slow"}
+
+
+def test_a_grammar_is_waited_for_when_nothing_else_is_to_be_done():
+    rig = Rig()
+    rig.add("slow", prompt(5)).compiled = lambda: False
+    assert [part.request_id for part in rig.step().requests] == ["slow"]
+
+
 def test_requests_that_the_next_step_has_places_for_do_not_fill_the_queue():
     rig = Rig(max_queue=1, max_num_seqs=3)
     for name in "abcd":
