@@ -21,7 +21,7 @@ from paraflash.cache.store import KVCache, block_bytes, window_bytes
 from paraflash.cache.window import Span
 from paraflash.checkpoint.dummy import dummy_engram_tables, dummy_weights
 from paraflash.checkpoint.load import Checkpoint, Weights, load_weights, open_engram_tables
-from paraflash.checkpoint.memory import available_memory
+from paraflash.checkpoint.memory import available_memory, check_memory
 from paraflash.checkpoint.progress import show_progress
 from paraflash.checkpoint.tensors import expert_range
 from paraflash.config.engine import EngineConfig
@@ -81,6 +81,9 @@ class ModelRunner:
         if mesh.device.type == "cuda" and config.num_gpu_blocks_override is None:
             self.step_bytes = self._measure_step()
         blocks = mesh.agree_min(self._affordable_blocks(self.step_bytes))
+        size = blocks * block_bytes(model, self.format, config.block_size)
+        size += self._slots * window_bytes(model, self.format)
+        check_memory(size, mesh.device, f"a KV cache of {blocks} blocks and {self._slots} windows")
         self.cache = self._make_cache(blocks, self._slots)
         gib = {name: value / 2**30 for name, value in self.cache_info().items() if name.endswith("_bytes")}
         log.info(

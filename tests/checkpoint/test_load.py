@@ -231,7 +231,7 @@ def test_a_nan_scale_is_refused_by_name(tmp_path: Path, name: str, keep: bool) -
 def test_too_little_memory_is_refused_with_the_numbers_before_reading(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("paraflash.checkpoint.memory.available_memory", lambda device: 1 << 20)
     monkeypatch.setattr("paraflash.checkpoint.load.read_rows", lambda *a: pytest.fail("read before the check"))
-    with pytest.raises(NotEnoughMemory, match=r"need 0\.01 GiB, but cpu has 0\.00 GiB free"):
+    with pytest.raises(NotEnoughMemory, match=r"0\.01 GiB are needed, but cpu has 0\.00 GiB free"):
         load(GOLDEN / "narrow")
 
 

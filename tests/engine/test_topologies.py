@@ -15,6 +15,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from paraflash.checkpoint.memory import NotEnoughMemory
 from paraflash.config.engine import EngineConfig
 from paraflash.engine.engine import EngineCore
 from paraflash.engine.sampling_params import SamplingParams
@@ -211,3 +212,9 @@ def test_the_window_exchange_sends_a_fraction_of_a_full_gather():
     full = layers * 512 * record
     print(f"window exchange of one 2,048-token prefill at PCP 4: {sent} bytes a rank; a full gather: {full}")
     assert sent < full / 2
+
+
+def test_a_kv_cache_that_cannot_fit_is_refused_with_the_numbers():
+    needed = r"a KV cache of 100000001 blocks and 8 windows: [\d.]+ GiB are needed"
+    with pytest.raises(NotEnoughMemory, match=needed), engine("narrow", 1, 1, num_gpu_blocks_override=10**8):
+        pass
