@@ -37,7 +37,7 @@ class Setting:
 SETTINGS = (
     Setting(2, 1024, 16, ("pairs_unlinked", "short_halo", "engram_reset", "candidates_shifted")),
     Setting(4, 40, 4, ("pairs_at_borders",), ("pairs",)),
-    Setting(4, 512, 5, ("pads_routed",)),
+    Setting(4, 512, 5, ("pads_routed",), ("ngram", "copy", "sort", "arithmetic")),
 )
 MEANING = {
     "": "nothing",

@@ -1,8 +1,8 @@
 """Accuracy on the test problems at five TP x PCP splits, with chunked prefill, through the LLM API.
 
 `python -m training.evaluate CHECKPOINT` prints one row a split: right answers of every task and in all, and how many
-replies differ from the first split's. Long prompts take nearly all of the time, so only the first 30 of each recall
-task and 60 of copy are asked beside 200 of each of the others, 720 in all; `--full` asks all 1,200.
+replies differ from the first split's. Long prompts take nearly all of the time, so only the first 24 of each recall
+task and 40 of copy are asked beside 200 of each of the others, 688 in all; `--full` asks all 1,200.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from training.vocabulary import ASSISTANT, BOS, END_THINK, USER
 
 PROBLEMS = Path(__file__).parents[1] / "tests" / "data" / "miniature"
 SPLITS = ((1, 1), (2, 1), (1, 2), (2, 2), (1, 4))
-ASKED = {"pairs": 30, "recall": 30, "ngram": 200, "copy": 60, "sort": 200, "arithmetic": 200}
+ASKED = {"pairs": 24, "recall": 24, "ngram": 200, "copy": 40, "sort": 200, "arithmetic": 200}
 SPARE_TOKENS = 4  # a reply may be so much longer than the right one before it is cut
 SHOWN_IDS = 20
 OPTIONS: dict[str, Any] = {
@@ -30,7 +30,7 @@ OPTIONS: dict[str, Any] = {
     "kv_cache_rounding": "trained",
     "kv_cache_dtype": "float32",  # holds the rounded values as they are, and is read faster than the packed records
     "max_num_batched_tokens": 512,
-    "max_num_seqs": 64,
+    "max_num_seqs": 128,
     "max_model_len": 4096,
     "enable_prefix_caching": False,
     "kv_cache_memory_bytes": 96 << 20,
