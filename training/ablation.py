@@ -15,7 +15,7 @@ from functools import partial
 from pathlib import Path
 from unittest import mock
 
-from training.evaluate import PROBLEMS, Problem, Result, counts, positive, read_problems, run_split
+from training.evaluate import PROBLEMS, Problem, Result, counts, differing, positive, read_problems, run_split
 from training.tasks import TASKS
 
 
@@ -36,7 +36,7 @@ class Setting:
 
 SETTINGS = (
     Setting(2, 1024, 16, ("pairs_unlinked", "short_halo", "engram_reset", "candidates_shifted")),
-    Setting(4, 40, 4, ("pairs_at_borders",), ("pairs",)),
+    Setting(4, 24, 1, ("pairs_at_borders",), ("pairs",)),  # every third group has a border inside
     Setting(4, 512, 5, ("pads_routed",), ("ngram", "copy", "sort", "arithmetic")),
 )
 MEANING = {
@@ -75,21 +75,31 @@ def measure(checkpoint: Path, setting: Setting, fault: str, problems: Sequence[P
         )
 
 
-def table(rows: Sequence[tuple[Setting, str, dict[str, tuple[int, int]]]]) -> str:
-    """Markdown: one row a fault and setting, accuracy of each task in per cent, the largest loss against no fault."""
-    heads = ["Broken", *TASKS, "Largest loss", "Setting"]
+@dataclass(frozen=True)
+class Row:
+    """One measurement: right and asked of each task; `others` replies differ from those of the intact engine."""
+
+    setting: Setting
+    fault: str
+    found: dict[str, tuple[int, int]]
+    others: int = 0
+
+
+def table(rows: Sequence[Row]) -> str:
+    """Markdown: accuracy of each task in per cent, the largest loss against the intact engine above, other replies."""
+    heads = ["Broken", *TASKS, "Largest loss", "Other replies", "Setting"]
     lines = ["| " + " | ".join(heads) + " |", "| " + " | ".join("---" for _ in heads) + " |"]
     intact: dict[str, float] = {}
-    for setting, fault, found in rows:
-        share = {t: 100 * found[t][0] / found[t][1] for t in TASKS if t in found}
-        cells = [MEANING[fault], *(f"{share[t]:.1f}" if t in share else "" for t in TASKS)]
-        if fault:
+    for row in rows:
+        share = {t: 100 * row.found[t][0] / row.found[t][1] for t in TASKS if t in row.found}
+        cells = [MEANING[row.fault], *(f"{share[t]:.1f}" if t in share else "" for t in TASKS)]
+        if row.fault:
             task = max(share, key=lambda t: intact[t] - share[t])
-            cells.append(f"{intact[task] - share[task]:.1f} ({task})")
+            cells += [f"{intact[task] - share[task]:.1f} ({task})", str(row.others)]
         else:
             intact = share
-            cells.append("")
-        lines.append("| " + " | ".join([*cells, setting.name]) + " |")
+            cells += ["", ""]
+        lines.append("| " + " | ".join([*cells, row.setting.name]) + " |")
     return "\n".join(lines)
 
 
@@ -102,17 +112,19 @@ def main() -> None:
     parser.add_argument("--fault", choices=[f for f in MEANING if f], action="append", help="only these; repeat it")
     parser.add_argument("--output", type=Path, help="write the counts as JSON")
     options = parser.parse_args()
-    rows = []
+    rows: list[Row] = []
     for setting in SETTINGS:
         faults = [f for f in setting.faults if options.fault is None or f in options.fault]
         problems = read_problems(PROBLEMS, {task: options.problems for task in setting.tasks})
+        intact = None
         for fault in ["", *faults] if faults else []:
             result = measure(options.checkpoint, setting, fault, problems)
-            rows.append((setting, fault, counts(problems, result)))
-            print(f"{fault or 'intact'}, {setting.name}: {rows[-1][2]} in {result.seconds:.0f} s", flush=True)
+            intact = intact or result
+            rows.append(Row(setting, fault, counts(problems, result), len(differing(problems, intact, result))))
+            print(f"{fault or 'intact'}, {setting.name}: {rows[-1].found} in {result.seconds:.0f} s", flush=True)
     print(f"\nAccuracy in per cent, {options.problems} problems a task\n\n{table(rows)}")
     if options.output:
-        report = [{"setting": s.name, "fault": f, "right, asked": found} for s, f, found in rows]
+        report = [{"setting": r.setting.name, "fault": r.fault, "found": r.found, "others": r.others} for r in rows]
         options.output.write_text(json.dumps(report, indent=1), encoding="utf-8")
 
 

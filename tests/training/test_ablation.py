@@ -97,5 +97,5 @@ def test_tables_count_right_answers_and_name_other_replies() -> None:
     assert "| TP1/PCP1 | 3 / 4 | 3 / 4 | 75.00 % | 0 | 2 |" in text
     assert "| TP1/PCP2 | 2 / 4 | 2 / 4 | 50.00 % | 1 | 3 |" in text and text.endswith("to: sort-2")
     setting = ablation.SETTINGS[0]
-    rows = [(setting, "", {"sort": (4, 4)}), (setting, "short_halo", {"sort": (1, 4)})]
-    assert "25.0" in ablation.table(rows) and "75.0 (sort)" in ablation.table(rows)
+    rows = [ablation.Row(setting, "", {"sort": (4, 4)}), ablation.Row(setting, "short_halo", {"sort": (1, 4)}, 3)]
+    assert "| 25.0 |" in ablation.table(rows) and "| 75.0 (sort) | 3 |" in ablation.table(rows)
