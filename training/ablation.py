@@ -31,7 +31,7 @@ class Setting:
 
     @property
     def name(self) -> str:
-        return f"TP1/PCP{self.pcp}, {self.batched_tokens} tokens a step, {self.requests} requests"
+        return f"TP1/PCP{self.pcp}, {self.batched_tokens} tokens a step, {self.requests} at a time"
 
 
 SETTINGS = (
