@@ -94,7 +94,9 @@ def main() -> int:
             equal,
         )
     console.print(table)
-    console.print("Ranks are processes that share this machine's cores: the table shows equal tokens, not how GPUs scale.")
+    console.print(
+        "Ranks are processes that share this machine's cores: the table shows equal tokens, not how GPUs scale."
+    )
     return 0 if all(r["tokens"] == base for r in results.values()) else 1
 
 

@@ -10,7 +10,8 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from paraflash.bench.flags import count_from, json_object
+from paraflash.arguments import json_object
+from paraflash.bench.flags import count_from
 
 if TYPE_CHECKING:
     import httpx

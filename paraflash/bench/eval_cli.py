@@ -12,7 +12,8 @@ from collections import Counter
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from paraflash.bench.flags import count_from, json_object, positive
+from paraflash.arguments import json_object
+from paraflash.bench.flags import count_from, positive
 
 if TYPE_CHECKING:
     from paraflash.bench.eval import Answer, Record

@@ -15,7 +15,8 @@ from collections import Counter
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from paraflash.bench.flags import count_from, json_object, key_value, positive, share
+from paraflash.arguments import json_object
+from paraflash.bench.flags import count_from, key_value, positive, share
 
 if TYPE_CHECKING:
     from paraflash.bench.load import Load, Run

@@ -135,16 +135,16 @@ def plan_window(
     tail_rows = [source_rows[i][tail - spans[i].start] for i, tail in enumerate(tails)]
     tail_slots = [spans[i].slot * window + tail % window for i, tail in enumerate(tails)]
     return WindowPlan(
-        _concat(prior_slots),
-        _concat(send_rows),
+        concat(prior_slots),
+        concat(send_rows),
         tuple(send_counts),
-        _concat(tables),
-        _concat(row_start),
+        concat(tables),
+        concat(row_start),
         window,
-        _concat(tail_rows),
-        _concat(tail_slots),
+        concat(tail_rows),
+        concat(tail_slots),
     )
 
 
-def _concat(parts: Sequence[Ints]) -> Ints:
+def concat(parts: Sequence[Ints]) -> Ints:
     return np.concatenate([np.zeros(0, np.int64), *parts])

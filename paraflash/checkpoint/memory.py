@@ -85,9 +85,9 @@ def check_memory(needed: int, device: torch.device | str, what: str = "the weigh
     free = available_memory(device)
     if free is not None and needed > free:
         raise NotEnoughMemory(
-            f"{what}: {needed / 2**30:.2f} GiB are needed, but {device} has {free / 2**30:.2f} GiB free; use more ranks "
-            "(--tensor-parallel-size, --prefill-context-parallel-size), a smaller cache (--num-gpu-blocks-override, "
-            "--max-num-seqs) or a machine with more memory"
+            f"{what}: {needed / 2**30:.2f} GiB are needed, but {device} has {free / 2**30:.2f} GiB free; "
+            "use more ranks (--tensor-parallel-size, --prefill-context-parallel-size), a smaller cache "
+            "(--num-gpu-blocks-override, --max-num-seqs) or a machine with more memory"
         )
 
 

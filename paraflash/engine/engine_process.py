@@ -7,7 +7,6 @@ token of that request. If the engine ends, `Dead` is the last message.
 from __future__ import annotations
 
 import ctypes
-import importlib
 import logging
 import os
 import signal
@@ -23,6 +22,7 @@ from paraflash.engine import wire
 from paraflash.engine.request import RequestRefused
 from paraflash.engine.sampling_params import BadField
 from paraflash.engine.scheduler import QueueFull
+from paraflash.engine.worker import load_factory
 
 logger = logging.getLogger("paraflash.engine")
 
@@ -35,11 +35,6 @@ def die_with_parent(parent: int) -> None:
     ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     if os.getppid() != parent:  # it was gone before the call
         os._exit(1)
-
-
-def load_factory(path: str) -> Any:
-    module, _, name = path.partition(":")
-    return getattr(importlib.import_module(module), name)
 
 
 class EngineLoop:

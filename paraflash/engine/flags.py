@@ -7,12 +7,12 @@ not given is absent from the namespace, so the defaults stand in one place only:
 from __future__ import annotations
 
 import argparse
-import json
 import re
 from collections.abc import Callable
 from dataclasses import MISSING, fields
 from typing import Any
 
+from paraflash.arguments import json_object
 from paraflash.config.engine import KV_CACHE_DTYPES, EngineConfig
 from paraflash.engine.options import FOREIGN_OPTIONS, check_foreign_options
 
@@ -36,17 +36,6 @@ def length(text: str) -> int:
 def model_length(text: str) -> int | None:
     """As `length`; `auto` and -1 mean None: as many as the model and the KV pool allow."""
     return None if text.strip() in ("auto", "-1") else length(text)
-
-
-def json_object(text: str) -> dict[str, Any]:
-    """A JSON object given on the command line."""
-    try:
-        value = json.loads(text)
-    except json.JSONDecodeError as error:
-        raise argparse.ArgumentTypeError(f"{text!r} is not valid JSON: {error}") from None
-    if not isinstance(value, dict):
-        raise argparse.ArgumentTypeError(f"{text!r} is no JSON object")
-    return value
 
 
 _DEFAULTS = {f.name: f.default for f in fields(EngineConfig) if f.default is not MISSING}

@@ -19,7 +19,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from paraflash.cache.window import Span
+from paraflash.cache.window import Span, concat
 from paraflash.parallel.plan import Segment
 
 Ints = NDArray[np.int64]
@@ -74,9 +74,9 @@ def plan_entries(
     last = [s.local_row + ratio * e + ratio - 1 - s.start for s, e in mine]
     return EntryPlan(
         counts=tuple(counts),
-        rows=_concat(last),
-        entries=_concat([e for _, e in mine]),
-        slots=_concat(slots),
+        rows=concat(last),
+        entries=concat([e for _, e in mine]),
+        slots=concat(slots),
         pairs=_plan_pairs(spans, sources, rank) if ratio == 2 else None,
     )
 
@@ -121,17 +121,13 @@ def _plan_pairs(spans: Sequence[Span], sources: Sequence[Sequence[Segment]], ran
             keep_rows.append(own.get(key, boundary.get(key, -1)))
             keep_slots.append(span.slot)
     n = len(open_slots)
-    even_rows = _concat(first)
+    even_rows = concat(first)
     return PairPlan(
         open_slots=np.array(open_slots, np.int64),
         send_rows=np.array(send, np.int64),
         send_counts=tuple(counts) or (0,),
         first=np.where(even_rows < 0, -1 - even_rows, even_rows + n),
-        second=_concat(second) + n,
+        second=concat(second) + n,
         keep_rows=np.array(keep_rows, np.int64),
         keep_slots=np.array(keep_slots, np.int64),
     )
-
-
-def _concat(parts: Sequence[Ints]) -> Ints:
-    return np.concatenate([np.zeros(0, np.int64), *parts])

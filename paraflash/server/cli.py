@@ -8,12 +8,12 @@ from __future__ import annotations
 import argparse
 import asyncio
 import difflib
-import json
 import logging
 import os
 import sys
 from typing import Any
 
+from paraflash.arguments import json_object
 from paraflash.config.engine import Refused
 from paraflash.engine.flags import add_engine_flags, engine_config
 from paraflash.engine.options import ForeignOption
@@ -55,16 +55,6 @@ FIXED: dict[str, ForeignOption] = {
         bool, _only(False), "the engine always runs in its own process; leave it out"
     ),
 }
-
-
-def _json(text: str) -> dict[str, Any]:
-    try:
-        value = json.loads(text)
-    except json.JSONDecodeError as error:
-        raise argparse.ArgumentTypeError(f"{text!r} is not valid JSON: {error}") from None
-    if not isinstance(value, dict):
-        raise argparse.ArgumentTypeError(f"{text!r} is no JSON object")
-    return value
 
 
 def _port(text: str) -> int:
@@ -120,11 +110,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="auto: defaults of sampling from the checkpoint's generation_config.json; vllm: none; or a folder",
     )
     answers.add_argument(
-        "--override-generation-config", type=_json, default={}, metavar="JSON", help="defaults of sampling"
+        "--override-generation-config", type=json_object, default={}, metavar="JSON", help="defaults of sampling"
     )
     answers.add_argument(
         "--default-chat-template-kwargs",
-        type=_json,
+        type=json_object,
         default={},
         metavar="JSON",
         help='{"thinking": false}: chat without thinking',
