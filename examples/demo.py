@@ -95,7 +95,7 @@ def main() -> int:
         )
     console.print(table)
     console.print(
-        "Ranks are processes that share this machine's cores: the table shows equal tokens, not how GPUs scale."
+        "Ranks are processes on the same cores: the table shows equal tokens, not how GPUs scale."
     )
     return 0 if all(r["tokens"] == base for r in results.values()) else 1
 
