@@ -94,9 +94,7 @@ def main() -> int:
             equal,
         )
     console.print(table)
-    console.print(
-        "Ranks are processes on the same cores: the table shows equal tokens, not how GPUs scale."
-    )
+    console.print("Ranks are processes on the same cores: the table shows equal tokens, not how GPUs scale.")
     return 0 if all(r["tokens"] == base for r in results.values()) else 1
 
 
