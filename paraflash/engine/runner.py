@@ -23,7 +23,7 @@ from paraflash.checkpoint.dummy import dummy_engram_tables, dummy_weights
 from paraflash.checkpoint.load import Checkpoint, Weights, load_weights, open_engram_tables
 from paraflash.checkpoint.memory import available_memory, check_memory
 from paraflash.checkpoint.progress import show_progress
-from paraflash.checkpoint.tensors import expert_range
+from paraflash.checkpoint.tensors import expert_range, vocab_range
 from paraflash.config.engine import EngineConfig
 from paraflash.config.model import ModelConfig
 from paraflash.engine.engram_rows import EngramRows
@@ -36,7 +36,7 @@ from paraflash.model.transformer import Transformer
 from paraflash.model.weights import Numerics
 from paraflash.parallel.exchange import RowGather
 from paraflash.parallel.mesh import Mesh
-from paraflash.parallel.plan import Plan
+from paraflash.parallel.plan import pick_rows
 
 log = logging.getLogger("paraflash.runner")
 
@@ -63,7 +63,8 @@ class ModelRunner:
     def load(self) -> None:
         """Loads this rank's weights and allocates the caches, equally large on all ranks."""
         config, model, mesh = self.config, self.model_config, self.mesh
-        ep_first, _ = expert_range(model.num_experts, mesh.ep_rank, mesh.world)
+        first_expert, _ = expert_range(model.num_experts, mesh.ep_rank, mesh.world)
+        first_token, _ = vocab_range(model.vocab_size, mesh.tp.rank, mesh.tp.size)
         self.token_map = None
         weights = self._load_weights()
         if model.engram_layers:
@@ -75,7 +76,7 @@ class ModelRunner:
                 self.token_map = engram_hash.load_token_map(path, model)
         self.engram = EngramRows(self.tables, mesh.device)
         self.weight_bytes = sum(w.nbytes for w in weights.values())
-        self.transformer = Transformer(model, weights, self.kernels, self.numerics, mesh, ep_first)
+        self.transformer = Transformer(model, weights, self.kernels, self.numerics, mesh, first_expert, first_token)
         del weights
         self.step_bytes = 0
         if mesh.device.type == "cuda" and config.num_gpu_blocks_override is None:
@@ -229,10 +230,7 @@ class ModelRunner:
         model = self.model_config
         if self.token_map is None:
             return lambda n: torch.empty(0)
-        windows = [
-            engram_hash.make_windows(r.token_ids.astype(np.int64), r.lookback.astype(np.int64), model.engram_max_ngram)
-            for r in requests
-        ]
+        windows = [engram_hash.make_windows(r.token_ids, r.lookback, model.engram_max_ngram) for r in requests]
         ids = engram_hash.hash_windows(model, self.token_map, np.concatenate(windows)[local])
         self.transformer.probe("engram.hash_ids", ids)
         return self.engram.start(ids)
@@ -247,7 +245,7 @@ class ModelRunner:
                 wanted.add((i, end - 1))
             if r.prompt_logprobs is not None:
                 wanted.update((i, p) for p in range(r.num_computed, end))
-        keys, counts, mine = wanted_rows(batch.plan, wanted, mesh.pcp.rank)
+        keys, counts, mine = pick_rows(batch.plan, wanted, mesh.pcp.rank)
         rows = RowGather(mesh.pcp, counts, "sampled", mesh.device).gather(hidden[to_device(mine, mesh.device)])
         place = {key: row for row, key in enumerate(keys)}
 
@@ -310,24 +308,3 @@ def spans_of(requests: Sequence[StepRequest]) -> list[Span]:
         )
         for r in requests
     ]
-
-
-def wanted_rows(
-    plan: Plan, wanted: set[tuple[int, int]], rank: int
-) -> tuple[list[tuple[int, int]], list[int], np.ndarray]:
-    """(request, position) of the wanted rows, rank-major; how many each rank has; this rank's local rows."""
-    keys: list[tuple[int, int]] = []
-    counts, mine = [], []
-    by_request: dict[int, list[int]] = {}
-    for request, position in sorted(wanted):
-        by_request.setdefault(request, []).append(position)
-    for number, segments in enumerate(plan.segments):
-        before = len(keys)
-        for s in segments:
-            for position in by_request.get(s.request, ()):
-                if s.start <= position < s.end:
-                    keys.append((s.request, position))
-                    if number == rank:
-                        mine.append(s.local_row + position - s.start)
-        counts.append(len(keys) - before)
-    return keys, counts, np.array(mine, np.int64)

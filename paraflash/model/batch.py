@@ -20,7 +20,7 @@ from paraflash.model.linkage import EntryPlan, plan_entries
 from paraflash.model.rope import rotary
 from paraflash.parallel.exchange import Outbox, RowGather
 from paraflash.parallel.mesh import Mesh
-from paraflash.parallel.plan import Plan, Segment, make_plan
+from paraflash.parallel.plan import Plan, Segment, make_plan, pick_rows
 
 
 @dataclass
@@ -114,17 +114,18 @@ def build_batch(
     position = positions_of(plan.segments[rank])
     window = plan_window(spans, plan.segments[rank], plan.segments, rank, model.window)
     ratios = sorted({layer.ratio for layer in model.layers} - {0})
+    on_device = to_device(position, device)
     return LocalBatch(
         plan=plan,
         rows=len(position),
-        window_rotary=rotary(to_device(position, device), model.window_rope, model.rope_dim),
-        compress_rotary=rotary(to_device(position, device), model.compress_rope, model.rope_dim),
+        window_rotary=rotary(on_device, model.window_rope, model.rope_dim),
+        compress_rotary=rotary(on_device, model.compress_rope, model.rope_dim),
         windows=_windows(window, mesh),
         entries={
             r: _entries(plan_entries(spans, plan.segments, rank, r, block_size), r, model, mesh)
             for r in (ratios if owns_kv else ())
         },
-        index_rows={r: _index_rows(spans, plan.segments[rank], position, r, block_size, device) for r in ratios},
+        index_rows=_index_rows(spans, plan.segments[rank], position, ratios, block_size, device),
         all_rows=RowGather(mesh.pcp, [len(r) for r in plan.rows], "experts", device),
         outbox=Outbox() if mesh.pcp.size > 1 and plan.keeps_requests_whole else None,
     )
@@ -170,10 +171,11 @@ def _index_rows(
     spans: Sequence[Span],
     segments: Sequence[Segment],
     position: np.ndarray,
-    ratio: int,
+    ratios: Sequence[int],
     block_size: int,
     device: torch.device,
-) -> IndexRows:
+) -> dict[int, IndexRows]:
+    """By ratio; what does not depend on it is shared."""
     runs: list[tuple[int, int, int]] = []
     for s in segments:
         first, end = s.local_row, s.local_row + s.length
@@ -184,16 +186,20 @@ def _index_rows(
     tables = np.zeros((len(spans), max([1, *(len(s.block_ids) for s in spans)])), np.int64)
     for i, span in enumerate(spans):
         tables[i, : len(span.block_ids)] = span.block_ids
-    visible = (position + 1) // ratio
     request = np.repeat([s.request for s in segments], [s.length for s in segments]) if segments else np.zeros(0)
-    return IndexRows(
-        segments=runs,
-        visible=to_device(visible, device),
-        visible_host=visible,
-        row_request=to_device(request.astype(np.int64), device),
-        block_tables=to_device(tables, device),
-        entries=block_size // ratio,
-    )
+    row_request, block_tables = to_device(request.astype(np.int64), device), to_device(tables, device)
+    visible = {ratio: (position + 1) // ratio for ratio in ratios}
+    return {
+        ratio: IndexRows(
+            segments=runs,
+            visible=to_device(visible[ratio], device),
+            visible_host=visible[ratio],
+            row_request=row_request,
+            block_tables=block_tables,
+            entries=block_size // ratio,
+        )
+        for ratio in ratios
+    }
 
 
 def trailing_spans(spans: Sequence[Span], kept: Sequence[int], window: int) -> list[Span]:
@@ -221,25 +227,14 @@ def build_trailing(
         spans, plan.segments[rank], batch.plan.segments, rank, model.window, lambda s: first_kept[s.request] - reach
     )
 
-    send, counts = [], []
-    place: dict[tuple[int, int], int] = {}  # (request, position) -> gathered row
-    row = 0
-    for number, segments in enumerate(batch.plan.segments):
-        count = 0
-        for s in segments:
-            a = max(s.start, first_kept[s.request])
-            size = max(0, s.end - a)
-            if number == rank:
-                send.append(s.local_row + np.arange(s.length - size, s.length))
-            place.update(((s.request, a + i), row + i) for i in range(size))
-            row += size
-            count += size
-        counts.append(count)
+    kept_rows = {(i, p) for i, s in enumerate(tail_spans) for p in range(s.start, s.end)}
+    keys, counts, send = pick_rows(batch.plan, kept_rows, rank)
+    place = {key: row for row, key in enumerate(keys)}
     take = [place[s.request, p] for s in plan.segments[rank] for p in range(s.start, s.end)]
     return Trailing(
         batch=build_batch(tail_spans, plan, model, mesh, block_size, owns_kv=False),
         windows=_windows(window, mesh),
-        send_rows=to_device(np.concatenate([np.zeros(0, np.int64), *send]), device),
+        send_rows=to_device(send, device),
         gather=RowGather(mesh.pcp, counts, "trailing", device),
         take=to_device(np.array(take, np.int64), device),
     )

@@ -62,11 +62,11 @@ class Compressor:
             sent = pairs.gather.gather(rows[pairs.send_rows])
         linked = torch.cat([open_rows[pairs.open_slots], rows, sent])
 
-        def keep(sent: Tensor) -> None:
-            open_rows[pairs.keep_slots] = torch.cat([rows, sent])[pairs.keep_rows]
+        def keep(step_rows: Tensor) -> None:
+            open_rows[pairs.keep_slots] = step_rows[pairs.keep_rows]
 
         if outbox is not None:
-            outbox.post(pairs.gather, rows[pairs.send_rows], keep)
+            outbox.post(pairs.gather, rows[pairs.send_rows], lambda sent: keep(torch.cat([rows, sent])))
         else:
-            keep(sent)
+            keep(linked[len(pairs.open_slots) :])
         return self.kernels.pool_pairs(linked[pairs.first], linked[pairs.second])

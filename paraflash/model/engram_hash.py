@@ -90,16 +90,16 @@ def check_tables(model: ModelConfig) -> None:
         )
 
 
-def make_windows(ids: Ints, lookback: Ints, max_ngram: int) -> Ints:
+def make_windows(ids: NDArray[np.integer], lookback: NDArray[np.integer], max_ngram: int) -> Ints:
     """[n, max_ngram]: column i is the id i positions before each of `ids` [n], NO_TOKEN before the sequence start.
 
     `lookback` holds up to max_ngram - 1 ids before ids[0], oldest first; it is shorter only at the sequence start.
     """
-    ids, lookback = np.asarray(ids, np.int64), np.asarray(lookback, np.int64)
+    new: Ints = np.asarray(ids, np.int64)
     if max_ngram < 2:
-        return ids[:, None]
-    known = lookback[-(max_ngram - 1) :]
-    padded = np.concatenate([np.full(max_ngram - 1 - len(known), NO_TOKEN, np.int64), known, ids])
+        return new[:, None]
+    known: Ints = np.asarray(lookback, np.int64)[-(max_ngram - 1) :]
+    padded = np.concatenate([np.full(max_ngram - 1 - len(known), NO_TOKEN, np.int64), known, new])
     return np.lib.stride_tricks.sliding_window_view(padded, max_ngram)[:, ::-1]
 
 

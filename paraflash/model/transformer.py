@@ -82,7 +82,9 @@ class Transformer:
         numerics: Numerics,
         mesh: Mesh,
         first_expert: int,
+        first_token: int,
     ):
+        """first_expert, first_token: where this rank's shares of the experts and of the vocabulary begin."""
         self.model, self.kernels, self.numerics, self.mesh = model, kernels, numerics, mesh
         root = Weights(tensors)
         self.embedding, self.head, self.norm = root["embed"], root["head"], root["norm"]
@@ -90,15 +92,15 @@ class Transformer:
             Block(model, layer, root.under(f"layers.{layer.index}"), kernels, numerics, mesh, first_expert)
             for layer in model.layers
         ]
-        self.first_token = -(-model.vocab_size // mesh.tp.size) * mesh.tp.rank
+        self.first_token = first_token
         self.probe: Probe = no_probe
 
     def embed(self, token_ids: Tensor, everyone: RowGather) -> Tensor:
         """[T] int64 -> [T, D]; the vocabulary is split over TP, so foreign tokens add zero."""
-        local = token_ids - self.first_token
-        mine = (local >= 0) & (local < self.embedding.shape[0])
         if self.mesh.tp.size == 1:
             return self.embedding[token_ids]
+        local = token_ids - self.first_token
+        mine = (local >= 0) & (local < self.embedding.shape[0])
         rows = self.embedding[local.clamp(0, max(0, self.embedding.shape[0] - 1))]
         return sum_over_tp(self.mesh.tp, rows.masked_fill(~mine[:, None], 0), everyone, "embed")
 

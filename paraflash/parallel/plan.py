@@ -14,6 +14,7 @@ rank-major rows whose `restore` entries are in global order again.
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -147,3 +148,22 @@ def make_plan(query_lens: Ints, computed_lens: Ints, is_prefill: NDArray[np.bool
         segments.append(tuple(mine))
         rows.append(np.concatenate(index) if index else np.zeros(0, np.int64))
     return Plan(world, int(first_row[-1]), tuple(segments), tuple(rows))
+
+
+def pick_rows(plan: Plan, wanted: set[tuple[int, int]], rank: int) -> tuple[list[tuple[int, int]], list[int], Ints]:
+    """The wanted (request, position) rows, rank-major; how many each rank has; the local rows of `rank` among them."""
+    positions: dict[int, list[int]] = {}
+    for request, position in sorted(wanted):
+        positions.setdefault(request, []).append(position)
+    keys: list[tuple[int, int]] = []
+    counts, mine = [], []
+    for number, segments in enumerate(plan.segments):
+        before = len(keys)
+        for s in segments:
+            of_request = positions.get(s.request, [])
+            found = of_request[bisect_left(of_request, s.start) : bisect_left(of_request, s.end)]
+            keys += [(s.request, p) for p in found]
+            if number == rank:
+                mine += [s.local_row + p - s.start for p in found]
+        counts.append(len(keys) - before)
+    return keys, counts, np.array(mine, np.int64)
