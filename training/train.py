@@ -32,7 +32,7 @@ from training.vocabulary import write_tokenizer
 from training.weights import stored_as
 
 ROUTE_PENALTY, BALANCE = 0.15, 2e-3
-STEPS = {1: 2150, 2: 3800}
+STEPS = {1: 3000, 2: 3800}
 
 
 @dataclass(frozen=True)
@@ -62,9 +62,10 @@ def schedule(stage: int, step: int, steps: int, small: bool, dtype: torch.dtype)
     warm = min(1.0, (step + 1) / 100)
     mode = Mode(routes=True, dtype=dtype)
     if stage == 1:
-        shape = Shape(32, 512) if done < 0.795 else Shape(16, 1024)
-        mode = replace(mode, losses=done >= 0.795, round_cache=done >= 0.928)
-        return Step(Batch(Shape(4, 256) if small else shape), mode, warm)
+        shape = Shape(32, 512) if done < 0.5 else Shape(16, 1024)
+        mode = replace(mode, losses=done >= 0.6, round_cache=done >= 0.9)
+        kinds = "prss" if done < 0.5 else "pprs"  # pairs take the longest to learn
+        return Step(Batch(Shape(4, 256) if small else shape, kinds), mode, warm)
     shape = Shape(16, 1024)
     if step % 16 == 15 and done >= 0.5:
         shape = Shape(4, 4096)
