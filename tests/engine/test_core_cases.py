@@ -185,6 +185,7 @@ def test_limits_of_workspaces_change_nothing(yardstick):
     params = greedy(3, prompt_logprobs=2)
     with (
         mock.patch.object(attention, "QUERY_CHUNK_ELEMENTS", 700),
+        mock.patch.object(attention, "CACHED_ELEMENTS", 700),
         mock.patch.object(runner, "LOGIT_ROWS", 7),
         mock.patch.object(LogitsRunner, "_prompt_logprobs", runner.ModelRunner._prompt_logprobs),
         local_engine(NARROW, 2, 2, max_num_batched_tokens=60) as core,

@@ -15,6 +15,7 @@ from paraflash.kernels.interface import IndexRows, Rotary
 from paraflash.kernels.reference.hyper import linear, rms_norm, rope
 
 QUERY_CHUNK_ELEMENTS = 1 << 24  # bounds the gathered keys of `attend` and the scores of `select_entries`
+CACHED_ELEMENTS = 1 << 19  # the same for `attend` on a CPU: 2 MB, which stay in its cache from gather to products
 
 
 def window_rows(kv: Tensor, weight: Tensor, eps: float, rotary: Rotary, record: Record, trained: bool) -> Tensor:
@@ -146,7 +147,8 @@ def attend(
 ) -> Tensor:
     out = torch.empty_like(q)
     width = window_index.shape[1] + (0 if slots is None else slots.shape[1])
-    step = max(1, QUERY_CHUNK_ELEMENTS // (width * q.shape[-1]))
+    elements = CACHED_ELEMENTS if q.device.type == "cpu" else QUERY_CHUNK_ELEMENTS
+    step = max(1, elements // (width * q.shape[-1]))
     for a in range(0, q.shape[0], step):
         part = slice(a, a + step)
         index = window_index[part]
@@ -159,7 +161,9 @@ def attend(
         logits.masked_fill_(~allowed[:, None], -math.inf)
         sinks = sink.float().view(1, -1, 1).expand(logits.shape[0], -1, 1)
         probs = torch.cat([logits, sinks], -1).softmax(-1)[..., :-1]
-        out[part] = (probs @ k.masked_fill_(~allowed[..., None], 0)).to(q.dtype)
+        if not allowed.all():  # whatever stands in unused places may not be a number
+            k.masked_fill_(~allowed[..., None], 0)
+        out[part] = (probs @ k).to(q.dtype)
     return out
 
 
