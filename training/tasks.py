@@ -210,7 +210,7 @@ def training_batch(
     fp32, route uint8. `kinds` names the rows in turn (pairs, recall, short tasks); `hard` and `dense` are the
     probabilities of a sequence's flags.
     """
-    rng = Random(seed)
+    rng, coin = Random(seed), Random(f"flags of {seed}")  # the texts do not depend on the flags
     pad = vocab()[EOS]
     rows: list[Sequence] = []
     flags = []
@@ -218,7 +218,7 @@ def training_batch(
         kind = kinds[i % len(kinds)]
         task = "pairs" if kind == "p" else "recall"
         rows.append(short_sequence(rng, length) if kind == "s" else recall_sequence(rng, length, most, task))
-        flags.append(HARD * (rng.random() < hard) + DENSE * (rng.random() < dense))
+        flags.append(HARD * (coin.random() < hard) + DENSE * (coin.random() < dense))
     out = {
         "ids": np.full((batch, length + 1), pad, np.int64),
         "weight": np.zeros((batch, length), np.float32),

@@ -32,7 +32,7 @@ from training.vocabulary import write_tokenizer
 from training.weights import stored_as
 
 ROUTE_PENALTY, BALANCE = 0.15, 2e-3
-STEPS = {1: 3000, 2: 3800}
+STEPS = {1: 2150, 2: 3800}
 
 
 @dataclass(frozen=True)
@@ -62,23 +62,22 @@ def schedule(stage: int, step: int, steps: int, small: bool, dtype: torch.dtype)
     warm = min(1.0, (step + 1) / 100)
     mode = Mode(routes=True, dtype=dtype)
     if stage == 1:
-        shape = Shape(32, 512) if done < 0.5 else Shape(16, 1024)
-        mode = replace(mode, losses=done >= 0.6, round_cache=done >= 0.9)
-        kinds = "prss" if done < 0.5 else "pprs"  # pairs take the longest to learn
-        return Step(Batch(Shape(4, 256) if small else shape, kinds), mode, warm)
+        shape = Shape(32, 512) if done < 0.795 else Shape(16, 1024)
+        mode = replace(mode, losses=done >= 0.795, round_cache=done >= 0.928)
+        return Step(Batch(Shape(4, 256) if small else shape), mode, warm)
     shape = Shape(16, 1024)
     if step % 16 == 15 and done >= 0.5:
         shape = Shape(4, 4096)
     elif step % 4 == 3:
         shape = Shape(8, 2048)
-    mode = replace(mode, losses=True, round_cache=True, sparse=done >= 0.35, round_weights=done >= 0.6)
+    mode = replace(mode, losses=True, round_cache=True, sparse=done >= 0.4, round_weights=done >= 0.6)
     batch = Batch(
         Shape(4, 256) if small else shape,
         kinds="pprsprps",
-        hard=1 - ramp(done, 0.05, 0.4),
-        dense=1 - 0.85 * ramp(done, 0.35, 0.6),
+        hard=1 - ramp(done, 0.15, 0.55),
+        dense=1 - 0.85 * ramp(done, 0.4, 0.65),
     )
-    return Step(batch, mode, warm * 0.6 * (1 - 0.97 * ramp(done, 0.4, 1.0)))
+    return Step(batch, mode, warm * 0.35 * (1 - 0.97 * ramp(done, 0.5, 1.0)))
 
 
 def parameter_groups(names: list[str], stage: int) -> dict[str, tuple[str, float]]:
@@ -276,7 +275,7 @@ def run(options: argparse.Namespace, say: Callable[[str], None] = print) -> None
         config,
         mapping,
         [s.batch for s in plan],
-        options.seed + options.stage,
+        options.seed + 2 * (options.stage - 1),  # other sequences in each stage
         options.workers,
         device.type == "cuda",
         begin,
