@@ -33,11 +33,11 @@ class MoE:
         ids, weights = k.route(
             h, self.gate, self.bias, m.experts_per_token, m.routed_scaling_factor, m.norm_topk_prob, m.gate_temp
         )
-        everyone, all_ids, all_weights = rows.gather_packed(h, ids, weights)
-        routed = k.experts(everyone, all_ids, all_weights, self.experts, m.swiglu_limit, rounded)
-        if self.mesh.world > 1:
-            routed = routed.to(h.dtype)  # what crosses ranks is as wide as the activations
-        routed = rows.reduce_scatter(routed)
         a = k.swiglu(k.linear(h, self.w1, rounded), k.linear(h, self.w3, rounded), m.swiglu_limit)
-        out = (routed + k.linear(a, self.w2, rounded)).to(h.dtype)
+        shared = k.linear(a, self.w2, rounded)
+        everyone, all_ids, all_weights = rows.gather_packed(h, ids, weights)
+        alone = rows.group.size == 1  # then nothing is between the experts and the shared one's share
+        more = shared if alone else None
+        routed = k.experts(everyone, all_ids, all_weights, self.experts, m.swiglu_limit, rounded, more)
+        out = routed if alone else rows.reduce_scatter(routed) + shared
         return sum_over_tp(self.mesh.tp, out, rows, "experts"), ids, weights

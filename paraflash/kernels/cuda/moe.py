@@ -179,17 +179,20 @@ def _activation_kernel(
 
 @kernel(do_not_specialize=("first", "experts"))
 def _combine_kernel(
-    y_ptr, ids_ptr, place_ptr, out_ptr, first, experts, D: tl.constexpr, TOPK: tl.constexpr, BLOCK: tl.constexpr
-):
+    y_ptr, ids_ptr, place_ptr, more_ptr, out_ptr, first, experts,
+    D: tl.constexpr, TOPK: tl.constexpr, BLOCK: tl.constexpr, MORE: tl.constexpr,
+):  # fmt: skip
     token = tl.program_id(0).to(tl.int64)
     c = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     total = tl.zeros((BLOCK,), dtype=tl.float32)
+    if MORE:
+        total += tl.load(more_ptr + token * D + c, mask=c < D, other=0.0).to(tl.float32)
     for k in tl.static_range(TOPK):
         expert = tl.load(ids_ptr + token * TOPK + k) - first
         if (expert >= 0) & (expert < experts):
             row = tl.load(place_ptr + token * TOPK + k).to(tl.int64)
             total += tl.load(y_ptr + row * D + c, mask=c < D, other=0.0).to(tl.float32)
-    tl.store(out_ptr + token * D + c, total, mask=c < D)
+    tl.store(out_ptr + token * D + c, total.to(out_ptr.dtype.element_ty), mask=c < D)
 
 
 class GroupedMatmul:
@@ -297,9 +300,16 @@ def pack_experts(experts: Expert, backend: str, humming: Any, dtype: torch.dtype
 
 
 def run_experts(
-    h: Tensor, ids: Tensor, weights: Tensor, packed: PackedExperts, limit: float, round_input: bool, expected: int
+    h: Tensor,
+    ids: Tensor,
+    weights: Tensor,
+    packed: PackedExperts,
+    limit: float,
+    round_input: bool,
+    expected: int,
+    more: Tensor | None = None,
 ) -> Tensor:
-    """Local experts' share of h [T, D] (already rounded where wanted) -> fp32 [T, D].
+    """Local experts' share of h [T, D] (already rounded where wanted), plus `more` -> h's dtype [T, D].
 
     `expected` local assignments are likely; it picks kernel settings and never bounds the rows.
     """
@@ -307,7 +317,7 @@ def run_experts(
     rows, d = h.shape
     topk, total, inner = ids.shape[1], ids.numel(), packed.inner
     if total == 0:
-        return torch.zeros(rows, d, dtype=torch.float32, device=h.device)
+        return torch.zeros_like(h)
     p = permute(ids, packed.first, packed.count)
     end = p.offsets[packed.count :]
     x = torch.empty(total, d, dtype=h.dtype, device=h.device)
@@ -319,9 +329,10 @@ def run_experts(
         gate_up, p.source, weights, end, a, limit, INNER=inner, BLOCK=block, ROUND=round_input, num_warps=4
     )
     y = packed.down(a, p.offsets, expected)
-    out = torch.empty(rows, d, dtype=torch.float32, device=h.device)
+    out = torch.empty_like(h)
     block = min(1024, power_of_2(d))
     _combine_kernel[(rows, ceil_div(d, block))](
-        y, ids, p.place, out, packed.first, packed.count, D=d, TOPK=topk, BLOCK=block, num_warps=4
-    )
+        y, ids, p.place, y if more is None else more.contiguous(), out, packed.first, packed.count,
+        D=d, TOPK=topk, BLOCK=block, MORE=more is not None, num_warps=4,
+    )  # fmt: skip
     return out

@@ -29,7 +29,15 @@ def pack_experts(experts: Expert) -> Expert:
     return experts
 
 
-def experts(h: Tensor, ids: Tensor, weights: Tensor, experts: Expert, limit: float, round_input: bool) -> Tensor:
+def experts(
+    h: Tensor,
+    ids: Tensor,
+    weights: Tensor,
+    experts: Expert,
+    limit: float,
+    round_input: bool,
+    more: Tensor | None = None,
+) -> Tensor:
     # Pair p is choice p % topk of row p // topk. Local pairs are taken in the order of their experts.
     own = torch.arange(experts.first, experts.first + experts.w1.shape[0], device=h.device)
     expert, pair = (own[:, None] == ids.flatten()).nonzero(as_tuple=True)
@@ -41,10 +49,10 @@ def experts(h: Tensor, ids: Tensor, weights: Tensor, experts: Expert, limit: flo
         parts = zip(counts, x.split(counts), w.unbind(), strict=True)
         return torch.cat([linear(part, matrix, round_input) for count, part, matrix in parts if count])
 
-    out = torch.zeros(h.shape, dtype=torch.float32, device=h.device)
+    out = torch.zeros(h.shape, dtype=torch.float32, device=h.device) if more is None else more.float().clone()
     if not len(row):
-        return out
+        return out.to(h.dtype)
     x = h[row]
     # The routing weight goes in before w2: equal in exact arithmetic, but not once the input is rounded.
     a = swiglu(each(x, experts.w1).float(), each(x, experts.w3).float(), limit) * weights.flatten()[pair, None]
-    return out.index_add_(0, row, each(a.to(h.dtype), experts.w2).float())
+    return out.index_add_(0, row, each(a.to(h.dtype), experts.w2).float()).to(h.dtype)
