@@ -89,7 +89,7 @@ class RecordPool:
     def read_raw(self, slots: Tensor) -> Tensor:
         """Encoded rows [n, nbytes] of slots [n]."""
         if self._words is not None:
-            return self._words[slots].view(torch.uint8)
+            return self._words.index_select(0, slots).view(torch.uint8)
         page, offset = slots // self.entries, slots % self.entries
         data = self._data[page, offset]
         return data if self._scale is None else torch.cat([data, self._scale[page, offset]], -1)

@@ -152,7 +152,9 @@ def attend(
     for a in range(0, q.shape[0], step):
         part = slice(a, a + step)
         index = window_index[part]
-        k, allowed = keys[index.clamp_min(0)], index >= 0
+        # index_select copies whole rows: several times as fast as indexing with a tensor on a CPU.
+        k = keys.index_select(0, index.clamp_min(0).flatten()).unflatten(0, index.shape)
+        allowed = index >= 0
         if pool is not None and slots is not None:
             chosen = slots[part]
             k = torch.cat([k, pool.read(chosen.clamp_min(0))], 1)
