@@ -6,6 +6,8 @@ sees) are decode(encode(x)). Exact on fp32 inputs: scales come from an integer r
 
 from __future__ import annotations
 
+from functools import lru_cache
+
 import torch
 from torch import Tensor
 
@@ -54,10 +56,15 @@ def e2m1_codes(x: Tensor) -> Tensor:
     return code | (torch.signbit(x).to(torch.uint8) << 3)
 
 
+@lru_cache
+def _e2m1_table(device: torch.device) -> Tensor:
+    with torch.inference_mode(False):
+        return torch.tensor([*_E2M1_VALUES, *(-v for v in _E2M1_VALUES)], device=device)
+
+
 def e2m1_values(codes: Tensor) -> Tensor:
     """4-bit codes -> fp32."""
-    table = torch.tensor([*_E2M1_VALUES, *(-v for v in _E2M1_VALUES)], device=codes.device)
-    return table[codes.long()]
+    return _e2m1_table(codes.device)[codes.long()]
 
 
 def encode_nvfp4(x: Tensor, group: int = 16) -> tuple[Tensor, Tensor]:

@@ -12,6 +12,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from torch import Tensor
 
 from paraflash.cache import window
 from paraflash.engine import runner
@@ -52,8 +53,8 @@ def short_halo(put: Set) -> None:
     """A rank sends the last HALO rows of a segment; windows and rings go without the others."""
     plan = batch.plan_window
 
-    def broken(*args: Any) -> Any:
-        found = plan(*args)
+    def broken(*args: Any, **options: Any) -> Any:
+        found = plan(*args, **options)
         arrived = found.tail_rows >= 0
         return replace(found, tail_rows=found.tail_rows[arrived], tail_slots=found.tail_slots[arrived])
 
@@ -100,10 +101,13 @@ def candidates_shifted(put: Set) -> None:
 class _WithPads(RowGather):
     """Takes as many gathered rows as there are, from the front: pads in between are routed, rows at the end are not."""
 
-    def __init__(self, group: Any, counts: Any, label: str, device: Any = "cpu"):
-        super().__init__(group, counts, label, device)
-        if label == "experts" and not self._full:
-            self._kept = torch.arange(self.total, device=device)
+    def _without_pads(self, x: Tensor) -> Tensor:
+        return x[: self.total] if self.label == "experts" else super()._without_pads(x)
+
+    def _with_pads(self, x: Tensor) -> Tensor:
+        if self.label != "experts":
+            return super()._with_pads(x)
+        return torch.cat([x, x.new_zeros(self.group.size * self.padded - self.total, *x.shape[1:])])
 
 
 def pads_routed(put: Set) -> None:

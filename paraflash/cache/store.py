@@ -30,7 +30,8 @@ def window_bytes(model: ModelConfig, fmt: KVFormat) -> int:
 
 class KVCache:
     """latents, index_keys: pool per KV owner. rings: pool per layer, one page per slot. open_rows: fp32
-    [slots, 2 * head_dim] per ratio-2 owner, the [kv | score] row of a request's newest unpaired token."""
+    [slots, 2 * head_dim] per ratio-2 owner, the [kv | score] row of a request's newest unpaired token. Behind the
+    slots of requests lie spare ones, which like the null block take what belongs to no request."""
 
     def __init__(
         self,
@@ -41,9 +42,12 @@ class KVCache:
         slots: int,
         device: torch.device,
         spare_rows: int = 0,
+        spare_slots: int = 0,
     ):
         """With spare_rows, plain latents of all owners share one arena with room for so many rows of a step."""
         self.format, self.num_blocks, self.block_size = fmt, num_blocks, block_size
+        self.spare_slots = spare_slots
+        slots += spare_slots
         owners = model.kv_owners
         arena = None
         if spare_rows and isinstance(fmt.latent, PlainRecord):
@@ -68,8 +72,10 @@ class KVCache:
         return sum(t.numel() * t.element_size() for t in self._parts())
 
     def digest(self) -> str:
-        """Hash of every byte; equal on all PCP ranks after each step."""
+        """Hash of every byte that belongs to requests; equal on all PCP ranks after each step."""
         h = hashlib.blake2b(digest_size=16)
-        for part in self._parts():
+        paged = [p.storage[1:] for p in (*self.latents.values(), *self.index_keys.values())]
+        by_slot = [p.storage for p in self.rings] + list(self.open_rows.values())
+        for part in paged + [x[: len(x) - self.spare_slots] for x in by_slot]:
             h.update(part.cpu().contiguous().view(torch.uint8).numpy().tobytes())
         return h.hexdigest()

@@ -71,11 +71,14 @@ def plan_window(
     rank: int,
     window: int,
     send_from: Callable[[Segment], int] | None = None,
+    whole_windows: bool = False,
 ) -> WindowPlan:
     """Indices for the query segments of `rank`, whose step's keys are produced by `sources` (segments of all ranks).
 
     `send_from` gives the first position of a segment that is sent; by default its last W-1 rows are. `queries` are
-    usually sources[rank]; they differ where rows are re-partitioned between producing keys and attending.
+    usually sources[rank]; they differ where rows are re-partitioned between producing keys and attending. With
+    `whole_windows` all W-1 ring rows before a request's rows are among the keys, used or not: how many there are does
+    then not depend on positions.
     """
     reach = window - 1
     first_sent = send_from or (lambda segment: tail_of(segment, window))
@@ -107,7 +110,7 @@ def plan_window(
     prior_count = 0
     for segment in queries:
         span = spans[segment.request]
-        first = max(span.window_start, span.start - reach, 0)
+        first = span.start - reach if whole_windows else max(span.window_start, span.start - reach, 0)
         if segment.request in prior_first or first >= span.start or segment.start - reach >= span.start:
             continue
         prior_first[segment.request] = (first, prior_count)

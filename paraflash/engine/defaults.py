@@ -252,7 +252,7 @@ def _choose_backends(config: EngineConfig) -> EngineConfig:
     if config.moe_backend == "marlin":
         logger.info("--moe-backend marlin: humming runs the FP4 experts with BF16 activations")
         config = replace(config, moe_backend="humming")
-    if config.prefill_context_parallel_size > 1 and not config.enforce_eager:
-        logger.info("CUDA graphs are off: they are not used with prefill context parallelism")
+    if config.dtype == "float32" and not config.enforce_eager:
+        logger.info("CUDA graphs are off: in float32 the experts run in code that a graph cannot hold")
         config = replace(config, enforce_eager=True)
     return config

@@ -27,12 +27,14 @@ from paraflash.checkpoint.tensors import expert_range, vocab_range
 from paraflash.config.engine import EngineConfig
 from paraflash.config.model import ModelConfig
 from paraflash.engine.engram_rows import EngramRows
+from paraflash.engine.graphs import StepGraphs, cuda_capture
 from paraflash.engine.messages import Sampled, SampleSpec, StepInput, StepOutput, StepRequest, TokenLogprobs
 from paraflash.engine.sampler import prompt_logprobs, sample
 from paraflash.kernels import make_kernels
 from paraflash.model import engram_hash
-from paraflash.model.batch import LocalBatch, build_batch, build_trailing, plan_of, to_device
-from paraflash.model.transformer import Transformer
+from paraflash.model.batch import LocalBatch, build_batch, build_trailing, plan_of, power_of_2
+from paraflash.model.inputs import Inputs, Packed
+from paraflash.model.transformer import Transformer, no_probe
 from paraflash.model.weights import Numerics
 from paraflash.parallel.exchange import RowGather
 from paraflash.parallel.mesh import Mesh
@@ -59,6 +61,9 @@ class ModelRunner:
         )
         self.format = kv_format(config.kv_cache_dtype, model.head_dim, model.rope_dim, model.index_head_dim)
         self.kernels = make_kernels(mesh.device, dtype, config.moe_backend, self.numerics.trained_rounding)
+        self.graphs: StepGraphs | None = None  # over gloo collectives wait on the host
+        if mesh.device.type == "cuda" and not config.enforce_eager and not (mesh.tp.gloo or mesh.pcp.gloo):
+            self.graphs = StepGraphs(mesh, cuda_capture(mesh.device))
 
     def load(self) -> None:
         """Loads this rank's weights and allocates the caches, equally large on all ranks."""
@@ -83,7 +88,7 @@ class ModelRunner:
             self.step_bytes = self._measure_step()
         blocks = mesh.agree_min(self._affordable_blocks(self.step_bytes))
         size = blocks * block_bytes(model, self.format, config.block_size)
-        size += self._slots * window_bytes(model, self.format)
+        size += (self._slots + self._spare_slots) * window_bytes(model, self.format)
         check_memory(size, mesh.device, f"a KV cache of {blocks} blocks and {self._slots} windows")
         self.cache = self._make_cache(blocks, self._slots)
         gib = {name: value / 2**30 for name, value in self.cache_info().items() if name.endswith("_bytes")}
@@ -113,9 +118,13 @@ class ModelRunner:
         return self.config.max_num_seqs
 
     def _make_cache(self, blocks: int, slots: int) -> KVCache:
-        return KVCache(
-            self.model_config, self.format, blocks, self.config.block_size, slots, self.mesh.device, self._spare_rows
-        )
+        model, size, device = self.model_config, self.config.block_size, self.mesh.device
+        return KVCache(model, self.format, blocks, size, slots, device, self._spare_rows, self._spare_slots)
+
+    @property
+    def _spare_slots(self) -> int:
+        """Slots of no request: one for the rows that fill up a decode step."""
+        return 0 if self.graphs is None else 1
 
     @property
     def _spare_rows(self) -> int:
@@ -123,7 +132,8 @@ class ModelRunner:
         if self.mesh.device.type != "cuda":
             return 0
         assert self.config.max_num_batched_tokens is not None
-        return 2 * self.config.max_num_batched_tokens + self._slots * self.model_config.window
+        decoded = padded_rows(self._slots, self.mesh.pcp.size)
+        return 2 * max(self.config.max_num_batched_tokens, decoded) + decoded * self.model_config.window
 
     def _measure_step(self) -> int:
         """Bytes that the largest step takes beside weights and caches. Running it also compiles the kernels."""
@@ -132,6 +142,7 @@ class ModelRunner:
         tokens = min(config.max_num_batched_tokens, model.max_position_embeddings)
         used = -(-tokens // config.block_size)
         self.cache = self._make_cache(used + 1, 1)
+        graphs, self.graphs = self.graphs, None  # a graph would hold on to this cache
         torch.cuda.reset_peak_memory_stats(self.mesh.device)
         before = torch.cuda.memory_allocated(self.mesh.device)
         for rows in sorted({min(n, tokens) for n in (1, 512, 2048, tokens)}):
@@ -140,7 +151,9 @@ class ModelRunner:
         peak = torch.cuda.max_memory_allocated(self.mesh.device) - before
         del self.cache
         torch.cuda.empty_cache()
-        return peak + LONG_CONTEXT_BYTES
+        self.graphs = graphs
+        # The passes that are replayed and those that run as they are take their scratch memory from different pools.
+        return peak * (1 if graphs is None else 2) + LONG_CONTEXT_BYTES
 
     def _affordable_blocks(self, step_bytes: int) -> int:
         """Blocks of KV that fit, the null block included; never more than all requests together can use."""
@@ -150,7 +163,7 @@ class ModelRunner:
         per_block = max(1, block_bytes(model, self.format, config.block_size))
         budget = config.kv_cache_memory_bytes
         if budget is None:
-            windows = self._slots * window_bytes(model, self.format)
+            windows = (self._slots + self._spare_slots) * window_bytes(model, self.format)
             if self.mesh.device.type == "cuda":
                 free, total = torch.cuda.mem_get_info(self.mesh.device)
                 budget = free - int(total * (1 - config.gpu_memory_utilization)) - step_bytes - windows
@@ -181,6 +194,7 @@ class ModelRunner:
             "step_bytes": self.step_bytes,  # set aside on a GPU for activations and workspaces
             "engram_host_bytes": sum(table.rows * table.dim for table in self.tables),
             "kv_cache_dtype": self.format.name,
+            "graphs": None if self.graphs is None else self.graphs.counts(),
             "kernels": self.kernels.name,
             "kernel_choices": dict(self.kernels.info),
         }
@@ -197,33 +211,45 @@ class ModelRunner:
     @torch.inference_mode()
     def execute(self, step: StepInput) -> StepOutput | None:
         """Runs one step. Returns its output on rank 0, None elsewhere."""
-        requests, model, mesh = step.requests, self.model_config, self.mesh
+        requests, model, mesh, size = step.requests, self.model_config, self.mesh, self.config.block_size
+        graphs = self.graphs if self.transformer.probe is no_probe else None
+        decodes = all(not r.is_prefill and r.num_tokens == 1 for r in requests)
+        spare_slot = self._slots if graphs is not None and decodes else None
+        if spare_slot is not None:
+            missing = padded_rows(len(requests), mesh.pcp.size) - len(requests)
+            requests = [*requests, *[padding_request(spare_slot)] * missing]
         spans = spans_of(requests)
         plan = plan_of(spans, mesh.pcp.size)
         local = plan.rows[mesh.pcp.rank]
-        engram_rows = self._engram_rows(requests, local)
-        batch = build_batch(spans, plan, model, mesh, self.config.block_size)
+        engram = self._engram_rows(requests, local)
+        batch = build_batch(spans, plan, model, mesh, size, spare_slot=spare_slot)
         kept = [
             s.length if r.kept_rows < 0 else min(r.kept_rows, s.length) for r, s in zip(requests, spans, strict=True)
         ]
         trailing = None
         if any(k < s.length for k, s in zip(kept, spans, strict=True)):
-            trailing = build_trailing(spans, kept, batch, model, mesh, self.config.block_size)
+            trailing = build_trailing(spans, kept, batch, model, mesh, size)
         token_ids = np.concatenate([r.token_ids for r in requests]).astype(np.int64)[local]
-        hidden = self.transformer.forward(
-            to_device(token_ids, mesh.device),
-            engram_rows,
-            batch,
-            self.cache,
-            trailing,
-            self.progress,
-        )
+        inputs = Inputs(torch.from_numpy(token_ids), batch, trailing)
+        if graphs is not None and (decodes or all(_in_blocks(r, size) for r in requests)):
+            packed = Packed(inputs, pinned=mesh.device.type == "cuda")
+            hidden = graphs.run(packed, engram, len(self.engram.tables), self._forward)
+        elif mesh.device.type == "cuda":
+            packed = Packed(inputs, pinned=True)
+            hidden = self._forward(packed.on(packed.host.to(mesh.device, non_blocking=True)), engram)
+        else:
+            hidden = self._forward(inputs, engram)
         self.progress()
         output = self._finish(step, hidden, trailing.batch if trailing else batch)
         seconds = mesh.take_seconds()
         if output is not None:
             output.timings = seconds
         return output
+
+    def _forward(self, inputs: Inputs, engram: Callable[[int], Tensor]) -> Tensor:
+        return self.transformer.forward(
+            inputs.token_ids, engram, inputs.batch, self.cache, inputs.trailing, self.progress
+        )
 
     def _engram_rows(self, requests: Sequence[StepRequest], local: np.ndarray) -> Callable[[int], Tensor]:
         """Look-up of this step's Engram rows by layer ordinal. Ids are known on every rank: no exchange."""
@@ -246,17 +272,16 @@ class ModelRunner:
             if r.prompt_logprobs is not None:
                 wanted.update((i, p) for p in range(r.num_computed, end))
         keys, counts, mine = pick_rows(batch.plan, wanted, mesh.pcp.rank)
-        rows = RowGather(mesh.pcp, counts, "sampled", mesh.device).gather(hidden[to_device(mine, mesh.device)])
+        rows = RowGather(mesh.pcp, counts, "sampled").gather(rows_at(hidden, mine))
         place = {key: row for row, key in enumerate(keys)}
 
-        sampled = [
-            (i, place[i, r.num_computed + r.num_tokens - 1])
-            for i, r in enumerate(step.requests)
-            if r.sample is not None
-        ]
+        sampled = sorted(
+            ((i, place[i, r.num_computed + r.num_tokens - 1]) for i, r in enumerate(step.requests) if r.sample),
+            key=lambda found: found[1],
+        )
         output = StepOutput(step.step_id)
         if sampled:
-            logits = self.transformer.logits(rows[[row for _, row in sampled]])
+            logits = self.transformer.logits(rows_at(rows, np.array([row for _, row in sampled])))
             if mesh.rank == 0:
                 specs = [spec for i, _ in sampled if (spec := step.requests[i].sample) is not None]
                 tokens: list[Sampled] = sample(logits, specs, self.model_config.vocab_size)
@@ -277,6 +302,42 @@ class ModelRunner:
                 targets = torch.from_numpy(request.prompt_targets[offsets[a : a + LOGIT_ROWS]].astype(np.int64))
                 found += prompt_logprobs(logits, targets.to(logits.device), request.prompt_logprobs)
         return found
+
+
+def rows_at(x: Tensor, index: np.ndarray) -> Tensor:
+    """x[index]; where the rows lie one behind the other, as they mostly do, without a copy."""
+    first, count = (int(index[0]) if len(index) else 0), len(index)
+    if np.array_equal(index, np.arange(first, first + count)):
+        return x[first : first + count]
+    host = torch.from_numpy(index)
+    if x.is_cuda:
+        host = host.pin_memory()  # a copy from other memory waits for all that the GPU still has to do
+    return x[host.to(x.device, non_blocking=True)]
+
+
+def padded_rows(rows: int, ranks: int) -> int:
+    """Rows of a decode step of `rows` requests: equally many on each PCP rank, in steps of at most a half."""
+    each = -(-rows // ranks)
+    power = power_of_2(each)
+    return ranks * (power * 3 // 4 if power > 16 and each <= power * 3 // 4 else power)
+
+
+def padding_request(slot: int) -> StepRequest:
+    """A decode row at position 0 that writes to `slot` and to the null block and whose result nobody wants."""
+    return StepRequest(
+        request_id="",
+        slot=slot,
+        token_ids=np.zeros(1, np.int32),
+        lookback=np.zeros(0, np.int32),
+        num_computed=0,
+        is_prefill=False,
+        block_ids=np.zeros(1, np.int32),
+    )
+
+
+def _in_blocks(r: StepRequest, block_size: int) -> bool:
+    """Whether these rows are a part of a prompt whose shapes are likely to come again: whole blocks."""
+    return r.is_prefill and r.num_computed % block_size == 0 and r.num_tokens % block_size == 0
 
 
 def prompt_step(tokens: int, vocab_size: int, blocks: int) -> StepInput:

@@ -7,7 +7,7 @@ reads like the formulas of model.md; every cuda operation is tested against it.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 import numpy as np
@@ -16,6 +16,8 @@ from torch import Tensor
 
 from paraflash.cache.pool import RecordPool
 from paraflash.cache.records import Record
+
+HOST_ONLY = {"host_only": True}  # metadata of dataclass fields that no recorded forward pass looks at
 
 
 @dataclass
@@ -33,14 +35,21 @@ class IndexRows:
     segments: (first row, end row, request) of rows that belong to one request, covering all T rows in order.
     visible: [T] int64, entries 0..visible-1 of its request a row may use. block_tables: [requests, blocks] int64,
     padded with 0. A row's entry e lies at slot block_tables[request, e // entries] * entries + e % entries.
+
+    What varies from step to step is in tensors; `width` and `total` bound it from above in coarse steps, so that a
+    recorded forward pass can run again with other tensors. `visible_host` is for kernels that are never recorded.
     """
 
-    segments: list[tuple[int, int, int]]
+    segments: tuple[tuple[int, int, int], ...]
     visible: Tensor
-    visible_host: NDArray[np.int64]
+    visible_host: NDArray[np.int64] = field(metadata=HOST_ONLY)
     row_request: Tensor  # [T] int64
     block_tables: Tensor
     entries: int  # entries per block
+    counts: Tensor  # [requests] int64, most entries that a row here of each request may use
+    starts: Tensor  # [requests] int64, sum of the counts before each request
+    width: int  # at least the largest of `counts`
+    total: int  # at least the sum of `counts`
 
 
 @dataclass
@@ -147,9 +156,19 @@ class Kernels(Protocol):
         """The form of a layer's experts that `experts` takes; called once, `experts` may be given up after it."""
 
     def experts(
-        self, h: Tensor, ids: Tensor, weights: Tensor, experts: Expert, limit: float, round_input: bool
+        self,
+        h: Tensor,
+        ids: Tensor,
+        weights: Tensor,
+        experts: Expert,
+        limit: float,
+        round_input: bool,
+        more: Tensor | None = None,
     ) -> Tensor:
-        """Sum over the local routed experts of each row -> fp32 [T, D]; ids of other ranks add nothing (3.13)."""
+        """Sum over the local routed experts of each row -> x dtype [T, D]; ids of other ranks add nothing (3.13).
+
+        `more` [T, D] is added before the fp32 sum is rounded.
+        """
 
     def swiglu(self, gate: Tensor, up: Tensor, limit: float) -> Tensor:
         """silu(min(gate, limit)) * clamp(up, -limit, limit) in x dtype (model.md 3.13)."""

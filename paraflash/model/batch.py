@@ -1,13 +1,15 @@
 """One rank's view of one step, as a value: positions, rotary tables, index plans and the exchanges that they need.
 
-Built once per step from the step's requests and the partition plan; the layers only read it. With bounded replay a
-step has two of these: all rows, and the trailing rows that go through the decoder layers (model.md 5.2).
+Built once per step from the step's requests and the partition plan, with tensors on the host (inputs.py takes them to
+the device together); the layers only read it. With bounded replay a step has two of these: all rows, and the trailing
+rows that go through the decoder layers (model.md 5.2).
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
+from functools import cached_property
 
 import numpy as np
 import torch
@@ -15,8 +17,8 @@ from torch import Tensor
 
 from paraflash.cache.window import Span, WindowPlan, plan_window
 from paraflash.config.model import ModelConfig
-from paraflash.kernels.interface import IndexRows, Rotary
-from paraflash.model.linkage import EntryPlan, plan_entries
+from paraflash.kernels.interface import HOST_ONLY, IndexRows, Rotary
+from paraflash.model.linkage import EntryPlan, plan_decode_pairs, plan_entries
 from paraflash.model.rope import rotary
 from paraflash.parallel.exchange import Outbox, RowGather
 from paraflash.parallel.mesh import Mesh
@@ -30,9 +32,16 @@ class Windows:
     prior_slots: Tensor
     send_rows: Tensor
     gather: RowGather
-    index: Tensor
+    table: Tensor
+    row_start: Tensor
+    window: int
     tail_rows: Tensor
     tail_slots: Tensor
+
+    @cached_property
+    def index(self) -> Tensor:
+        """[T, W] key row of each query's window, -1 where there is none."""
+        return self.table[self.row_start[:, None] + torch.arange(self.window, device=self.table.device)]
 
 
 @dataclass
@@ -52,27 +61,44 @@ class Pairs:
 class Entries:
     """Device form of an EntryPlan: where the entries of this step come from and where they are stored."""
 
+    model: ModelConfig = field(metadata=HOST_ONLY)
     rows: Tensor
-    rotary: Rotary
+    positions: Tensor  # of each entry's first token
     gather: RowGather
     slots: Tensor
     own_slots: Tensor  # the part of `slots` that this rank fills
     pairs: Pairs | None
 
+    @cached_property
+    def rotary(self) -> Rotary:
+        return rotary(self.positions, self.model.compress_rope, self.model.rope_dim)
+
 
 @dataclass
 class LocalBatch:
-    """Rows of one rank. T may be 0; every gather is still entered by all ranks."""
+    """Rows of one rank. T may be 0; every gather is still entered by all ranks.
 
-    plan: Plan
-    rows: int
-    window_rotary: Rotary  # layers of ratio 0
-    compress_rotary: Rotary  # layers of ratio 1 and 2
+    Tensors that follow from others are made where they are first used, which is inside of a recorded forward pass.
+    """
+
+    model: ModelConfig = field(metadata=HOST_ONLY)
+    plan: Plan = field(metadata=HOST_ONLY)
+    positions: Tensor  # [T]
     windows: Windows
     entries: dict[int, Entries]  # by ratio
     index_rows: dict[int, IndexRows]  # by ratio
     all_rows: RowGather  # every row of the step: the MoE, and the common shape of sums over TP
     outbox: Outbox | None  # for rows that no other rank reads in this step; None: a layer exchanges them at once
+
+    @cached_property
+    def window_rotary(self) -> Rotary:
+        """Of layers of ratio 0."""
+        return rotary(self.positions, self.model.window_rope, self.model.rope_dim)
+
+    @cached_property
+    def compress_rotary(self) -> Rotary:
+        """Of layers of ratio 1 and 2."""
+        return rotary(self.positions, self.model.compress_rope, self.model.rope_dim)
 
 
 @dataclass
@@ -84,13 +110,6 @@ class Trailing:
     send_rows: Tensor  # local rows (of all rows) that are kept
     gather: RowGather
     take: Tensor  # rows of the gathered ones that this rank goes on with
-
-
-def to_device(x: np.ndarray, device: torch.device) -> Tensor:
-    host = torch.from_numpy(np.ascontiguousarray(x))
-    if device.type == "cuda":
-        host = host.pin_memory()  # a copy from other memory waits for all that the GPU still has to do
-    return host.to(device, non_blocking=True)
 
 
 def plan_of(spans: Sequence[Span], world: int) -> Plan:
@@ -107,62 +126,77 @@ def positions_of(segments: Sequence[Segment]) -> np.ndarray:
 
 
 def build_batch(
-    spans: Sequence[Span], plan: Plan, model: ModelConfig, mesh: Mesh, block_size: int, owns_kv: bool = True
+    spans: Sequence[Span],
+    plan: Plan,
+    model: ModelConfig,
+    mesh: Mesh,
+    block_size: int,
+    owns_kv: bool = True,
+    spare_slot: int | None = None,
 ) -> LocalBatch:
-    """The rank's view of rows `spans` partitioned by `plan`; without `owns_kv` for layers that make no entries."""
-    device, rank = mesh.device, mesh.pcp.rank
-    position = positions_of(plan.segments[rank])
-    window = plan_window(spans, plan.segments[rank], plan.segments, rank, model.window)
+    """The rank's view of rows `spans` partitioned by `plan`, on the host; without `owns_kv` for layers that make no
+    entries. With `spare_slot`, which belongs to no request, for steps that decode one row of each request only: all
+    shapes then follow from the number of rows, and what is there for their sake goes to that slot and the null block.
+    """
+    rank, sources = mesh.pcp.rank, plan.segments
+    position = positions_of(sources[rank])
+    window = plan_window(spans, sources[rank], sources, rank, model.window, whole_windows=spare_slot is not None)
     ratios = sorted({layer.ratio for layer in model.layers} - {0})
-    on_device = to_device(position, device)
+
+    def planned(ratio: int) -> EntryPlan:
+        if ratio == 2 and spare_slot is not None:
+            return plan_decode_pairs(spans, sources, rank, block_size, spare_slot)
+        return plan_entries(spans, sources, rank, ratio, block_size)
+
     return LocalBatch(
+        model=model,
         plan=plan,
-        rows=len(position),
-        window_rotary=rotary(on_device, model.window_rope, model.rope_dim),
-        compress_rotary=rotary(on_device, model.compress_rope, model.rope_dim),
+        positions=tensor(position),
         windows=_windows(window, mesh),
-        entries={
-            r: _entries(plan_entries(spans, plan.segments, rank, r, block_size), r, model, mesh)
-            for r in (ratios if owns_kv else ())
-        },
-        index_rows=_index_rows(spans, plan.segments[rank], position, ratios, block_size, device),
-        all_rows=RowGather(mesh.pcp, [len(r) for r in plan.rows], "experts", device),
+        entries={r: _entries(planned(r), r, model, mesh) for r in (ratios if owns_kv else ())},
+        index_rows=_index_rows(spans, sources[rank], position, ratios, block_size, model.index_topk),
+        all_rows=RowGather(mesh.pcp, [len(r) for r in plan.rows], "experts"),
         outbox=Outbox() if mesh.pcp.size > 1 and plan.keeps_requests_whole else None,
     )
 
 
+def tensor(x: np.ndarray) -> Tensor:
+    return torch.from_numpy(np.ascontiguousarray(x))
+
+
 def _windows(plan: WindowPlan, mesh: Mesh) -> Windows:
-    d = mesh.device
     return Windows(
-        prior_slots=to_device(plan.prior_slots, d),
-        send_rows=to_device(plan.send_rows, d),
-        gather=RowGather(mesh.pcp, plan.send_counts, "window", d),
-        index=to_device(plan.table, d)[to_device(plan.row_start, d)[:, None] + torch.arange(plan.window, device=d)],
-        tail_rows=to_device(plan.tail_rows, d),
-        tail_slots=to_device(plan.tail_slots, d),
+        prior_slots=tensor(plan.prior_slots),
+        send_rows=tensor(plan.send_rows),
+        gather=RowGather(mesh.pcp, plan.send_counts, "window"),
+        table=tensor(plan.table),
+        row_start=tensor(plan.row_start),
+        window=plan.window,
+        tail_rows=tensor(plan.tail_rows),
+        tail_slots=tensor(plan.tail_slots),
     )
 
 
 def _entries(plan: EntryPlan, ratio: int, model: ModelConfig, mesh: Mesh) -> Entries:
-    d = mesh.device
     pairs = None
     if plan.pairs is not None:
         p = plan.pairs
         pairs = Pairs(
-            open_slots=to_device(p.open_slots, d),
-            send_rows=to_device(p.send_rows, d),
-            gather=RowGather(mesh.pcp, p.send_counts, "boundary", d),
-            first=to_device(p.first, d),
-            second=to_device(p.second, d),
-            keep_rows=to_device(p.keep_rows, d),
-            keep_slots=to_device(p.keep_slots, d),
+            open_slots=tensor(p.open_slots),
+            send_rows=tensor(p.send_rows),
+            gather=RowGather(mesh.pcp, p.send_counts, "boundary"),
+            first=tensor(p.first),
+            second=tensor(p.second),
+            keep_rows=tensor(p.keep_rows),
+            keep_slots=tensor(p.keep_slots),
         )
     return Entries(
-        rows=to_device(plan.rows, d),
-        rotary=rotary(to_device(plan.entries * ratio, d), model.compress_rope, model.rope_dim),
-        gather=RowGather(mesh.pcp, plan.counts, "entries", d),
-        slots=to_device(plan.slots, d),
-        own_slots=to_device(plan.slots[sum(plan.counts[: mesh.pcp.rank]) :][: len(plan.rows)], d),
+        model=model,
+        rows=tensor(plan.rows),
+        positions=tensor(plan.entries * ratio),
+        gather=RowGather(mesh.pcp, plan.counts, "entries"),
+        slots=tensor(plan.slots),
+        own_slots=tensor(plan.slots[sum(plan.counts[: mesh.pcp.rank]) :][: len(plan.rows)]),
         pairs=pairs,
     )
 
@@ -173,7 +207,7 @@ def _index_rows(
     position: np.ndarray,
     ratios: Sequence[int],
     block_size: int,
-    device: torch.device,
+    topk: int,
 ) -> dict[int, IndexRows]:
     """By ratio; what does not depend on it is shared."""
     runs: list[tuple[int, int, int]] = []
@@ -183,23 +217,39 @@ def _index_rows(
             runs[-1] = (runs[-1][0], end, s.request)
         else:
             runs.append((first, end, s.request))
-    tables = np.zeros((len(spans), max([1, *(len(s.block_ids) for s in spans)])), np.int64)
+    # Sizes grow in powers of two, so that a context of steadily growing length has few shapes.
+    blocks = power_of_2(max([1, *(-(-s.end // block_size) for s in spans)]))
+    tables = np.zeros((len(spans), blocks), np.int64)
     for i, span in enumerate(spans):
-        tables[i, : len(span.block_ids)] = span.block_ids
+        used = span.block_ids[:blocks]
+        tables[i, : len(used)] = used
+    seen_until = np.zeros(len(spans), np.int64)  # positions of each request that its rows here may look at
+    for s in segments:
+        seen_until[s.request] = max(seen_until[s.request], s.end)
     request = np.repeat([s.request for s in segments], [s.length for s in segments]) if segments else np.zeros(0)
-    row_request, block_tables = to_device(request.astype(np.int64), device), to_device(tables, device)
-    visible = {ratio: (position + 1) // ratio for ratio in ratios}
-    return {
-        ratio: IndexRows(
-            segments=runs,
-            visible=to_device(visible[ratio], device),
-            visible_host=visible[ratio],
+    row_request, block_tables = tensor(request.astype(np.int64)), tensor(tables)
+
+    def of_ratio(ratio: int) -> IndexRows:
+        visible, counts, entries = (position + 1) // ratio, seen_until // ratio, block_size // ratio
+        return IndexRows(
+            segments=tuple(runs),
+            visible=tensor(visible),
+            visible_host=visible,
             row_request=row_request,
             block_tables=block_tables,
-            entries=block_size // ratio,
+            entries=entries,
+            counts=tensor(counts),
+            starts=tensor(np.cumsum(counts) - counts),
+            width=topk if counts.max(initial=0) <= topk else blocks * entries,
+            total=power_of_2(int(counts.sum())),
         )
-        for ratio in ratios
-    }
+
+    return {ratio: of_ratio(ratio) for ratio in ratios}
+
+
+def power_of_2(n: int) -> int:
+    """The least power of two that is at least n (1 for n < 1)."""
+    return 1 << max(0, n - 1).bit_length()
 
 
 def trailing_spans(spans: Sequence[Span], kept: Sequence[int], window: int) -> list[Span]:
@@ -217,7 +267,7 @@ def build_trailing(
     spans: Sequence[Span], kept: Sequence[int], batch: LocalBatch, model: ModelConfig, mesh: Mesh, block_size: int
 ) -> Trailing:
     """The trailing rows re-partitioned over the ranks, so that no rank idles and none holds them all."""
-    device, rank, world = mesh.device, mesh.pcp.rank, mesh.pcp.size
+    rank, world = mesh.pcp.rank, mesh.pcp.size
     tail_spans = trailing_spans(spans, kept, model.window)
     plan = plan_of(tail_spans, world)
     first_kept = [s.start for s in tail_spans]
@@ -234,9 +284,9 @@ def build_trailing(
     return Trailing(
         batch=build_batch(tail_spans, plan, model, mesh, block_size, owns_kv=False),
         windows=_windows(window, mesh),
-        send_rows=to_device(send, device),
-        gather=RowGather(mesh.pcp, counts, "trailing", device),
-        take=to_device(np.array(take, np.int64), device),
+        send_rows=tensor(send),
+        gather=RowGather(mesh.pcp, counts, "trailing"),
+        take=tensor(np.array(take, np.int64)),
     )
 
 

@@ -13,6 +13,11 @@ from paraflash.kernels.interface import Rotary
 
 
 @lru_cache
+def _frequencies_on(device: torch.device, spec: RopeSpec, rope_dim: int) -> Tensor:
+    return frequencies(spec, rope_dim).to(device)
+
+
+@lru_cache
 def frequencies(spec: RopeSpec, rope_dim: int) -> Tensor:
     """[rope_dim / 2] fp32. YaRN blends the slow channels' frequencies towards 1/factor; no scaling of cos and sin."""
     i = torch.arange(rope_dim // 2, dtype=torch.float64)
@@ -33,5 +38,5 @@ def frequencies(spec: RopeSpec, rope_dim: int) -> Tensor:
 
 def rotary(positions: Tensor, spec: RopeSpec, rope_dim: int) -> Rotary:
     """Tables of positions [n], in fp32 (bf16 tables are wrong beyond a few hundred positions)."""
-    angle = positions.float()[:, None] * frequencies(spec, rope_dim).to(positions.device)
+    angle = positions.float()[:, None] * _frequencies_on(positions.device, spec, rope_dim)
     return Rotary(angle.cos(), angle.sin())

@@ -130,7 +130,7 @@ class Transformer:
             if block.layer.engram is not None:
                 state.streams = block.add_engram(state.streams, engram_rows(block.layer.engram))
             narrowing = trailing if block.layer.index == model.last_kv_owner else None
-            if narrowing is not None and narrowing.batch.plan.num_rows == 0:  # no row goes on, on any rank
+            if narrowing is not None and narrowing.batch.all_rows.total == 0:  # no row goes on, on any rank
                 block.attention.write(block.collapse(state, "attn"), batch, narrowing.windows, cache)
                 return x[:0]
             state, batch = self._attend(block, state, batch, cache, chosen, narrowing)

@@ -18,17 +18,14 @@ from paraflash.parallel.mesh import Group
 class RowGather:
     """Gathers counts[r] rows from each rank r into [sum(counts), ..], rank-major and without pads."""
 
-    def __init__(self, group: Group, counts: Sequence[int], label: str, device: torch.device | str = "cpu"):
-        self.group, self.counts, self.label = group, list(counts), label
+    def __init__(self, group: Group, counts: Sequence[int], label: str):
+        self.group, self.counts, self.label = group, tuple(counts), label
         if len(self.counts) != group.size:
             raise ValueError(f"counts has {len(self.counts)} entries for a group of {group.size} ranks")
         self.local = self.counts[group.rank]
         self.padded = max(self.counts)
         self.total = sum(self.counts)
         self._full = group.size == 1 or all(c == self.padded for c in self.counts)
-        if not self._full:
-            kept = [r * self.padded + np.arange(c) for r, c in enumerate(self.counts)]
-            self._kept = torch.from_numpy(np.concatenate(kept)).to(device)
 
     def pad(self, x: Tensor) -> Tensor:
         """x [counts[rank], ..] -> [padded, ..], zeros behind; the same shape on every rank."""
@@ -41,17 +38,23 @@ class RowGather:
         if self.group.size == 1 or self.padded == 0:
             return x
         gathered = self.group.all_gather(self.pad(x), self.label)
-        return gathered if self._full else gathered[self._kept]
+        return gathered if self._full else self._without_pads(gathered)
 
     def reduce_scatter(self, x: Tensor) -> Tensor:
         """Inverse of `gather` with a sum: x [total, ..], one summand a rank -> this rank's rows [counts[rank], ..]."""
         if self.group.size == 1 or self.padded == 0:
             return x
-        if not self._full:
-            spread = x.new_zeros(self.group.size * self.padded, *x.shape[1:])
-            spread[self._kept] = x
-            x = spread
-        return self.group.reduce_scatter(x, self.label)[: self.local]
+        return self.group.reduce_scatter(x if self._full else self._with_pads(x), self.label)[: self.local]
+
+    def _without_pads(self, x: Tensor) -> Tensor:
+        """x [size * padded, ..] -> [total, ..]."""
+        return torch.cat([part[:count] for part, count in zip(x.split(self.padded), self.counts, strict=True)])
+
+    def _with_pads(self, x: Tensor) -> Tensor:
+        """x [total, ..] -> [size * padded, ..], zeros behind the rows of each rank."""
+        pads = x.new_zeros(self.padded - min(self.counts), *x.shape[1:])
+        parts = zip(x.split(self.counts), self.counts, strict=True)
+        return torch.cat([rows for part, count in parts for rows in (part, pads[: self.padded - count])])
 
     def gather_packed(self, *parts: Tensor) -> list[Tensor]:
         """Gathers several tensors of the same rows in one collective; dtypes and trailing shapes may differ."""

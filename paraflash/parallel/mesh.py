@@ -11,6 +11,8 @@ full all-reduce. Small sums over gloo are therefore an exchange in one hop and a
 from __future__ import annotations
 
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import Any
@@ -127,6 +129,21 @@ class Mesh:
         log, self.tp.log = self.tp.log or [], []
         self.pcp.log = self.tp.log
         return log
+
+    @contextmanager
+    def separate_log(self) -> Iterator[list[Collective]]:
+        """Collectives inside go to the yielded log and to no other, whether or not they are logged."""
+        log, found = self.tp.log, list[Collective]()
+        self.tp.log = self.pcp.log = found
+        try:
+            yield found
+        finally:
+            self.tp.log = self.pcp.log = log
+
+    def log_again(self, collectives: list[Collective]) -> None:
+        """Adds collectives that are issued once more without a call, if there is a log."""
+        if self.tp.log is not None:
+            self.tp.log += collectives
 
     def take_seconds(self) -> dict[str, float]:
         """Host seconds by 'group.label' since the last call."""

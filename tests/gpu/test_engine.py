@@ -55,6 +55,7 @@ def logits_of(
         max_num_batched_tokens=512,
         max_num_seqs=2,
         num_gpu_blocks_override=20,
+        enforce_eager=tp * pcp > 1,  # threads meet on the host
     )
     tps, pcps = [Meeting(tp) for _ in range(pcp)], [Meeting(pcp) for _ in range(tp)]
     place = torch.device(device, 0) if device == "cuda" else torch.device(device)

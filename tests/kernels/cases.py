@@ -95,8 +95,11 @@ def plain_pool(m: Maker, pages: int, entries: int, width: int, rounded: bool = F
     return pool
 
 
-def index_rows(m: Maker, lengths: list[int], counts: list[int], entries: int, pages: int) -> IndexRows:
-    """Requests of counts[i] rows each, the last of which sees lengths[i] entries; pages in random order."""
+def index_rows(m: Maker, lengths: list[int], counts: list[int], entries: int, pages: int, more: int = 0) -> IndexRows:
+    """Requests of counts[i] rows each, the last of which sees lengths[i] entries; pages in random order.
+
+    `more`: by how much the bounds of the entries are too large.
+    """
     blocks = [-(-n // entries) for n in lengths]
     order = torch.randperm(pages - 1, generator=torch.Generator().manual_seed(len(lengths)))[: sum(blocks)] + 1
     table = np.zeros((len(lengths), max(blocks)), np.int64)
@@ -110,13 +113,18 @@ def index_rows(m: Maker, lengths: list[int], counts: list[int], entries: int, pa
     host = np.concatenate(visible).astype(np.int64)
     request = np.repeat(np.arange(len(counts)), counts)
     d = m.device
+    seen = np.array(lengths, np.int64)
     return IndexRows(
-        segments,
+        tuple(segments),
         torch.tensor(host, device=d),
         host,
         torch.tensor(request, device=d),
         torch.tensor(table, device=d),
         entries,
+        torch.tensor(seen, device=d),
+        torch.tensor(np.cumsum(seen) - seen, device=d),
+        int(seen.max()) + more,
+        int(seen.sum()) + more,
     )
 
 

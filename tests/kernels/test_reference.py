@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 
-from paraflash.kernels.interface import Expert, IndexRows
+from paraflash.kernels.interface import Expert
 from paraflash.kernels.reference import attention, hyper, moe
 from tests.kernels.cases import Maker, index_rows, plain_pool
 
@@ -62,13 +64,12 @@ def test_requests_scored_together_choose_what_each_chooses_alone(maker):
     chosen, masks = attention.select_entries(q, weights, pool, rows, 5, 0.1, publish=(3, 4))
     again, _ = attention.select_entries(q, weights, pool, rows, 5, 0.1, candidates=masks)
     for first, end, request in rows.segments:
-        alone = IndexRows(
-            [(0, end - first, request)],
-            rows.visible[first:end],
-            rows.visible_host[first:end],
-            rows.row_request[first:end],
-            rows.block_tables,
-            rows.entries,
+        alone = replace(
+            rows,
+            segments=((0, end - first, request),),
+            visible=rows.visible[first:end],
+            visible_host=rows.visible_host[first:end],
+            row_request=rows.row_request[first:end],
         )
         part = slice(first, end)
         want, mask = attention.select_entries(q[part], weights[part], pool, alone, 5, 0.1, publish=(3, 4))

@@ -253,12 +253,11 @@ class CudaKernels:
         publish: tuple[int, int] | None = None,
     ) -> tuple[Tensor, Any]:
         t, heads, width = q.shape
-        most = int(rows.visible_host.max()) if t else 0
         kept = candidates if isinstance(candidates, index.Candidates) else None
-        if (
-            most <= topk
+        if t == 0 or (
+            rows.width <= topk
             and (kept is None or kept.bits is None)
-            and (publish is None or most <= publish[0] * publish[1])
+            and (publish is None or rows.width <= publish[0] * publish[1])
         ):
             published = None if publish is None else index.Candidates(None, publish[1])
             return index.all_visible(rows.visible, topk), published
@@ -298,7 +297,9 @@ class CudaKernels:
         candidates: Any,
         publish: tuple[int, int] | None,
     ) -> tuple[Tensor, Any]:
-        """The reference; a candidate set that was never narrowed counts as none."""
+        """The reference; a candidate set that was never narrowed counts as none. It looks at numbers of the step."""
+        if q.is_cuda and torch.cuda.is_current_stream_capturing():
+            raise RuntimeError(f"no kernel selects entries with {q.shape[1]} index heads of width {q.shape[2]}")
         if isinstance(candidates, index.Candidates):
             candidates = None
         return reference_attention.select_entries(q, weights, pool, rows, topk, scale, candidates, publish)
@@ -322,11 +323,20 @@ class CudaKernels:
     def pack_experts(self, experts: Expert) -> Any:
         return moe.pack_experts(experts, self.moe_backend, self.packages.humming, self.dtype)
 
-    def experts(self, h: Tensor, ids: Tensor, weights: Tensor, experts: Any, limit: float, round_input: bool) -> Tensor:
+    def experts(
+        self,
+        h: Tensor,
+        ids: Tensor,
+        weights: Tensor,
+        experts: Any,
+        limit: float,
+        round_input: bool,
+        more: Tensor | None = None,
+    ) -> Tensor:
         if isinstance(experts, Expert):
-            return reference_moe.experts(h, ids, weights, experts, limit, round_input)
+            return reference_moe.experts(h, ids, weights, experts, limit, round_input, more)
         expected = max(1, round(ids.numel() * experts.count / experts.total))
-        return moe.run_experts(self._round(h, round_input), ids, weights, experts, limit, round_input, expected)
+        return moe.run_experts(self._round(h, round_input), ids, weights, experts, limit, round_input, expected, more)
 
 
 def cuda_kernels(dtype: torch.dtype = torch.bfloat16, moe_backend: str = "auto", trained: bool = True) -> Kernels:

@@ -86,37 +86,34 @@ class Keys:
     rows: Tensor
     scale: Tensor
     start: Tensor
-    width: int  # most entries any row may use
+    width: int  # at least the most entries any row may use
 
 
 def gather_keys(pool: RecordPool, rows: IndexRows, fp8: bool, dtype: torch.dtype) -> Keys:
     """Pulls the keys that this step's rows may see out of the pool's pages: fp8, or the pool's dtype if it is plain,
-    or `dtype`."""
+    or `dtype`. There is room for rows.total keys; what lies behind the last one is not written."""
     record, device = pool.record, pool.storage.device
-    counts = [0] * rows.block_tables.shape[0]
-    for first, end, request in rows.segments:
-        counts[request] = max(counts[request], int(rows.visible_host[first:end].max()))
-    starts = [0]
-    for count in counts:
-        starts.append(starts[-1] + count)
-    plan = torch.tensor([counts, starts[:-1]], dtype=torch.int32).to(device, non_blocking=True)
-    total, widest, width = starts[-1], max(counts), record.dim
-    start = plan[1][rows.row_request]
+    total, width = rows.total, record.dim
+    start = rows.starts[rows.row_request].to(torch.int32)
     if not isinstance(record, PlainRecord):
-        owner = torch.arange(len(counts), device=device).repeat_interleave(plan[0], output_size=total)
-        entry = torch.arange(total, device=device) - plan[1][owner]
-        slots = rows.block_tables[owner, entry // rows.entries] * rows.entries + entry % rows.entries
+        key = torch.arange(total, device=device)
+        owner = torch.searchsorted(rows.starts + rows.counts, key, right=True).clamp_max(len(rows.counts) - 1)
+        entry = key - rows.starts[owner]
+        page = rows.block_tables[owner, (entry // rows.entries).clamp_max(rows.block_tables.shape[1] - 1)]
+        slots = torch.where(entry < rows.counts[owner], page * rows.entries + entry % rows.entries, -1)
         values = torch.empty(total, width, dtype=dtype, device=device)
         read_rows(pool, slots, values)
-        return Keys(*fp8_rows(values), start, widest) if fp8 else Keys(values, values.new_empty(0), start, widest)
+        return (
+            Keys(*fp8_rows(values), start, rows.width) if fp8 else Keys(values, values.new_empty(0), start, rows.width)
+        )
     out = torch.empty(total, width, dtype=torch.float8_e4m3fn if fp8 else record.dtype, device=device)
     scale = torch.empty(total if fp8 else 0, dtype=torch.float32, device=device)
     block = max(1, 4096 // width)
-    _gather_keys_kernel[(len(counts), ceil_div(widest, block))](
-        pool.storage.view(record.dtype), rows.block_tables, plan[0], plan[1], out, scale,
+    _gather_keys_kernel[(len(rows.counts), ceil_div(rows.width, block))](
+        pool.storage.view(record.dtype), rows.block_tables, rows.counts, rows.starts, out, scale,
         rows.block_tables.shape[1], rows.entries, WIDTH=width, ROWS=block, FP8=fp8, num_warps=4,
     )  # fmt: skip
-    return Keys(out, scale, start, widest)
+    return Keys(out, scale, start, rows.width)
 
 
 @kernel(do_not_specialize=("rows",))

@@ -1,0 +1,136 @@
+"""Forward passes that are recorded once and replayed, so that the host issues one launch instead of thousands.
+
+A pass is a function of the step's packed inputs and Engram rows; everything else that it looks at is its signature.
+The first pass of a signature runs as it is (kernels are compiled and tuned), the second is captured, later ones copy
+their inputs to where the captured pass reads them and replay it. All work of a step is on one stream, so passes of
+different signatures may share input buffers and scratch memory.
+
+Ranks need not agree on which of the three they do: each way issues the same collectives in the same order. Capturing
+runs nothing, so a rank that captures replays at once.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+from collections import OrderedDict
+from collections.abc import Callable, Hashable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from paraflash.model.inputs import Inputs, Packed
+from paraflash.parallel.mesh import Collective, Mesh
+
+log = logging.getLogger("paraflash.graphs")
+
+MOST_GRAPHS = 48  # a graph of a large model takes tens of MB; the least recently used one goes
+MOST_SEEN = 256  # signatures remembered after their first pass
+
+EngramLookup = Callable[[int], Tensor]  # rows of the n-th Engram layer
+Forward = Callable[[Inputs, EngramLookup], Tensor]
+Capture = Callable[[Callable[[], Tensor]], Callable[[], Tensor]]
+
+
+@dataclass
+class Recorded:
+    replay: Callable[[], Tensor]  # gives the pass's result, which the next pass may overwrite
+    index: Tensor  # where it reads the packed inputs
+    engram: list[Tensor]
+    collectives: list[Collective]
+
+
+class StepGraphs:
+    """capture(f) records a call of f without running it; what it returns runs the call again, on the same tensors."""
+
+    def __init__(self, mesh: Mesh, capture: Capture, most: int = MOST_GRAPHS):
+        self._mesh, self._most = mesh, most
+        self._capture: Capture | None = capture
+        self._seen: OrderedDict[Hashable, None] = OrderedDict()
+        self._graphs: OrderedDict[Hashable, Recorded] = OrderedDict()
+        self._buffers: dict[Hashable, Tensor] = {}
+        self.captures = self.replays = 0
+
+    def run(self, packed: Packed, engram: EngramLookup, engram_layers: int, forward: Forward) -> Tensor:
+        """forward(inputs, engram) on the mesh's device; the result is valid until the next call."""
+        recorded = self._graphs.get(packed.signature)
+        if recorded is None and self._repeats(packed.signature):
+            recorded = self._record(packed, [engram(n) for n in range(engram_layers)], forward)
+        if recorded is None:
+            return forward(packed.on(packed.host.to(self._mesh.device, non_blocking=True)), engram)
+        self._graphs.move_to_end(packed.signature)
+        recorded.index.copy_(packed.host, non_blocking=True)
+        for n, rows in enumerate(recorded.engram):
+            rows.copy_(engram(n))
+        self.replays += 1
+        self._mesh.log_again(recorded.collectives)
+        return recorded.replay()
+
+    def counts(self) -> dict[str, int]:
+        return {"captures": self.captures, "replays": self.replays, "held": len(self._graphs)}
+
+    def _repeats(self, signature: Hashable) -> bool:
+        """Whether a pass of this signature has been seen; the next one will say yes."""
+        if self._capture is None:
+            return False
+        known = signature in self._seen
+        self._seen[signature] = None
+        self._seen.move_to_end(signature)
+        if len(self._seen) > MOST_SEEN:
+            self._seen.popitem(last=False)
+        return known
+
+    def _record(self, packed: Packed, engram: list[Tensor], forward: Forward) -> Recorded | None:
+        """None where capturing fails: the pass, and all that have no graph yet, run as they are from then on."""
+        assert self._capture is not None
+        index = self._buffer("index", packed.host)
+        rows = [self._buffer(n, x) for n, x in enumerate(engram)]
+        if len(self._graphs) >= self._most:
+            self._graphs.popitem(last=False)
+        try:
+            with self._mesh.separate_log() as collectives:
+                replay = self._capture(lambda: forward(packed.on(index), rows.__getitem__))
+        except Exception as error:  # an engine that serves goes on without
+            log.warning("CUDA graphs are off: a step cannot be captured (%s: %s)", type(error).__name__, error)
+            self._capture = None
+            return None
+        self.captures += 1
+        found = self._graphs[packed.signature] = Recorded(replay, index, rows, collectives)
+        return found
+
+    def _buffer(self, name: Hashable, like: Tensor) -> Tensor:
+        """A tensor of this shape that graphs read; those of equal shape share it."""
+        key = (name, like.shape, like.dtype)
+        if key not in self._buffers:
+            self._buffers[key] = torch.empty(like.shape, dtype=like.dtype, device=self._mesh.device)
+        return self._buffers[key]
+
+
+def cuda_capture(device: torch.device) -> Capture:
+    """Capture by CUDA graphs that share one memory pool."""
+    pool = torch.cuda.graph_pool_handle()
+    stream = torch.cuda.Stream(device)
+
+    def capture(run: Callable[[], Tensor]) -> Callable[[], Tensor]:
+        torch.cuda.synchronize(device)
+        torch.cuda.empty_cache()  # during a capture the allocator cannot give back what it holds
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.stream(stream):
+            # Other threads (Engram rows, NCCL's watchdog) make calls meanwhile that a capture must not forbid them.
+            graph.capture_begin(pool=pool, capture_error_mode="thread_local")
+            try:
+                result = run()
+            except BaseException:
+                with contextlib.suppress(RuntimeError):
+                    graph.capture_end()
+                raise
+            graph.capture_end()
+
+        def replay() -> Tensor:
+            graph.replay()
+            return result
+
+        return replay
+
+    return capture

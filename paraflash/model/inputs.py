@@ -1,0 +1,78 @@
+"""All that a step's forward pass reads besides weights, caches and Engram rows, as one value and as one tensor.
+
+`Inputs` is built on the host. `Packed` lays its int64 tensors [n] back to back, so that they go to the device in one
+copy, and gives the same value with views of any such copy. Its `signature` holds everything else that the forward pass
+can see (shapes and numbers): passes of one signature differ in nothing but the content of the copy.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable
+from dataclasses import dataclass, fields, is_dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from paraflash.model.batch import LocalBatch, Trailing
+from paraflash.parallel.exchange import Outbox, RowGather
+
+ALIGNED = 16  # views begin at multiples of so many numbers: kernels are compiled for aligned addresses
+
+
+@dataclass
+class Inputs:
+    token_ids: Tensor  # [T]
+    batch: LocalBatch
+    trailing: Trailing | None
+
+
+class Packed:
+    """`inputs`, whose tensors are int64 on the host."""
+
+    def __init__(self, inputs: Inputs, pinned: bool = False):
+        """pinned: for copies to a GPU; one from other memory waits for all that the GPU still has to do."""
+        leaves: dict[int, tuple[int, Tensor]] = {}  # id -> place in `host`; a tensor in two fields is there once
+        notes: list[Hashable] = []
+        size = 0
+
+        def take(x: Tensor) -> Tensor:
+            nonlocal size
+            if id(x) not in leaves:
+                leaves[id(x)] = (size, x)
+                size += -(-x.numel() // ALIGNED) * ALIGNED
+            return x
+
+        self._inputs, self._leaves = _rebuilt(inputs, take, notes.append), leaves
+        self.signature = tuple(notes)
+        self.host = torch.empty(size, dtype=torch.int64, pin_memory=pinned)
+        into = self.host.numpy()
+        for at, x in leaves.values():
+            into[at : at + x.numel()] = x.numpy().reshape(-1)
+
+    def on(self, buffer: Tensor) -> Inputs:
+        """The inputs as views of `buffer`, a copy of `host`."""
+        views = {key: buffer[at : at + x.numel()].view(x.shape) for key, (at, x) in self._leaves.items()}
+        found: Inputs = _rebuilt(self._inputs, lambda x: views[id(x)], lambda _: None)
+        return found
+
+
+def _rebuilt(value: Any, put: Callable[[Tensor], Tensor], note: Callable[[Hashable], None]) -> Any:
+    """`value` with put(x) for each tensor x in it, in a fixed order; what else a forward pass may look at is noted."""
+    if isinstance(value, Tensor):
+        note(value.shape)
+        return put(value)
+    if isinstance(value, RowGather):
+        note(value.counts)
+        return value
+    if isinstance(value, Outbox):
+        note(Outbox)
+        return value
+    if isinstance(value, dict):
+        note(tuple(value))
+        return {key: _rebuilt(x, put, note) for key, x in value.items()}
+    if is_dataclass(value) and not isinstance(value, type):
+        seen = [f.name for f in fields(value) if not f.metadata.get("host_only")]
+        return replace(value, **{name: _rebuilt(getattr(value, name), put, note) for name in seen})
+    note(value)
+    return value
