@@ -17,7 +17,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from paraflash.bench.rank import decode_step, prefill_steps
+from paraflash.bench.rank import decode_step, prefill_steps, without_graphs
 from paraflash.checkpoint.engram_table import EngramTable
 from paraflash.engine import runner
 from paraflash.engine.engram_rows import EngramRows
@@ -156,20 +156,22 @@ class BenchRunner(runner.ModelRunner):
         and the parts of each step in one more run."""
         vocab = self.model_config.vocab_size
         steps = prefill_steps(vocab, size, second) if kind == "prefill" else [decode_step(vocab, size, second)]
-        runs = [self._run(steps) for _ in range(repeat + 1)][1:]
-        self.recorder.on = True
-        try:
-            parts, noted = [], []
-            for step in steps:
-                synchronize()
-                start, end = moment(), moment()
-                start.record()
-                self.execute(step)
-                end.record()
-                parts.append(self.recorder.take())
-                noted.append(start.elapsed_time(end) / 1e3)
-        finally:
-            self.recorder.on = False
+        runs = [self._run(steps) for _ in range(repeat + 2)][2:]  # the second one records CUDA graphs
+        with without_graphs(self):
+            self._run(steps)
+            self.recorder.on = True
+            try:
+                parts, noted = [], []
+                for step in steps:
+                    synchronize()
+                    start, end = moment(), moment()
+                    start.record()
+                    self.execute(step)
+                    end.record()
+                    parts.append(self.recorder.take())
+                    noted.append(start.elapsed_time(end) / 1e3)
+            finally:
+                self.recorder.on = False
         return {
             "step": [statistics.median(r[0][i] for r in runs) for i in range(len(steps))],
             "enqueue": [statistics.median(r[1][i] for r in runs) for i in range(len(steps))],

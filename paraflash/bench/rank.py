@@ -4,6 +4,7 @@ Rank 0 runs with its true shapes: its heads, its experts, its local rows and the
 are replaced by copies of the same bytes, and what they would take is modelled from the planner's hardware file. Rates
 are given by the clock and, since a slow host hides differences between topologies, by the time the GPU was busy. A
 prompt of --input-len tokens is prefilled in steps of --max-num-batched-tokens; with --decode, rows are decoded too.
+Steps are replayed as CUDA graphs unless --enforce-eager; the table of operations is of a step without them.
 """
 
 from __future__ import annotations
@@ -12,6 +13,8 @@ import argparse
 import json
 import statistics
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -39,6 +42,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--decode", type=int, nargs="*", default=[], help="also decode these numbers of rows a step")
     parser.add_argument("--decode-context", type=length, default=8192, help="tokens before each decoded row")
     parser.add_argument("--repeat", type=int, default=3, help="timed runs; the median counts")
+    parser.add_argument("--enforce-eager", action="store_true", help="never use CUDA graphs")
     parser.add_argument("--gpu", default="H200", help="entry of the hardware file for floors and links")
     parser.add_argument("--kernels", action="store_true", help="also list GPU kernels of one step by time")
     parser.add_argument("--host", action="store_true", help="also list host functions of one step by time")
@@ -108,6 +112,7 @@ def make_runner(args: argparse.Namespace, ceilings: Ceilings) -> ModelRunner:
         max_num_seqs=sequences,
         num_gpu_blocks_override=blocks + 1,
         load_format="dummy",
+        enforce_eager=args.enforce_eager,
     )
     mesh = alone(args.tensor_parallel_size, args.prefill_context_parallel_size, args.rank)
     runner = ModelRunner(config, model, mesh)
@@ -194,12 +199,12 @@ def decode_step(vocab: int, rows: int, context: int) -> StepInput:
 
 
 def seconds_of(runner: ModelRunner, steps: list[StepInput], repeat: int) -> tuple[float, float]:
-    """Median over `repeat` runs of all steps, after one untimed run: seconds until the GPU is done, and of these the
-    seconds in which the host issued work."""
+    """Median over `repeat` runs of all steps, after two untimed runs (the second records CUDA graphs): seconds until
+    the GPU is done, and of these the seconds in which the host issued work."""
     import torch
 
     times, issued = [], []
-    for _ in range(repeat + 1):
+    for _ in range(repeat + 2):
         torch.cuda.synchronize()
         start = time.perf_counter()
         for step in steps:
@@ -207,7 +212,17 @@ def seconds_of(runner: ModelRunner, steps: list[StepInput], repeat: int) -> tupl
         issued.append(time.perf_counter() - start)
         torch.cuda.synchronize()
         times.append(time.perf_counter() - start)
-    return statistics.median(times[1:]), statistics.median(issued[1:])
+    return statistics.median(times[2:]), statistics.median(issued[2:])
+
+
+@contextmanager
+def without_graphs(runner: ModelRunner) -> Iterator[None]:
+    """Steps inside call every operation, so that each can be timed."""
+    graphs, runner.graphs = runner.graphs, None
+    try:
+        yield
+    finally:
+        runner.graphs = graphs
 
 
 def exchange_of(runner: ModelRunner, steps: list[StepInput], hardware: Any) -> tuple[dict[str, float], float]:
@@ -295,14 +310,16 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
         exchange, copies = exchange_of(runner, steps, hardware)
         exchanged = sum(exchange.values())
         busy, _ = busy_of(runner, steps)
-        kernels.recording = True
-        torch.cuda.synchronize()
         begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-        begin.record()
-        runner.execute(steps[-1])
-        end.record()
-        rows = kernels.rows()
-        kernels.recording = False
+        with without_graphs(runner):
+            runner.execute(steps[-1])
+            kernels.recording = True
+            torch.cuda.synchronize()
+            begin.record()
+            runner.execute(steps[-1])
+            end.record()
+            rows = kernels.rows()
+            kernels.recording = False
         last = begin.elapsed_time(end) / 1e3
         entry: dict[str, Any] = {
             "size": size,
@@ -317,6 +334,9 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
             "last_step_seconds": last,
             "operations": [asdict(r) for r in rows],
         }
+        if runner.graphs is not None:
+            entry["graphs"] = runner.graphs.counts()
+            print(f"CUDA graphs so far: {entry['graphs']}")
         print(
             f"{place}, {kind} {size}: {wall * 1e3:.2f} ms by the clock (host {issued * 1e3:.2f}), GPU busy "
             f"{busy * 1e3:.2f}, of which copies for collectives at least {copies * 1e3:.2f}; modelled exchange "
