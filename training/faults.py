@@ -99,19 +99,15 @@ def candidates_shifted(put: Set) -> None:
 
 
 class _WithPads(RowGather):
-    """Takes as many gathered rows as there are, from the front: pads in between are routed, rows at the end are not."""
+    """Takes as many gathered rows as there are from the front, pads in between included, but returns them as if there
+    had been no pads: rows behind a pad get what the experts made of it or of the rows before."""
 
     def _without_pads(self, x: Tensor) -> Tensor:
         return x[: self.total] if self.label == "experts" else super()._without_pads(x)
 
-    def _with_pads(self, x: Tensor) -> Tensor:
-        if self.label != "experts":
-            return super()._with_pads(x)
-        return torch.cat([x, x.new_zeros(self.group.size * self.padded - self.total, *x.shape[1:])])
-
 
 def pads_routed(put: Set) -> None:
-    """Experts are given the padding rows of ranks with fewer rows, in place of the last rows."""
+    """The padding rows of ranks with fewer rows are routed, and shift the rows behind them."""
     put(batch, "RowGather", _WithPads)
 
 

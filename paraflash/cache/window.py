@@ -71,14 +71,11 @@ def plan_window(
     rank: int,
     window: int,
     send_from: Callable[[Segment], int] | None = None,
-    whole_windows: bool = False,
 ) -> WindowPlan:
     """Indices for the query segments of `rank`, whose step's keys are produced by `sources` (segments of all ranks).
 
     `send_from` gives the first position of a segment that is sent; by default its last W-1 rows are. `queries` are
-    usually sources[rank]; they differ where rows are re-partitioned between producing keys and attending. With
-    `whole_windows` all W-1 ring rows before a request's rows are among the keys, used or not: how many there are does
-    then not depend on positions.
+    usually sources[rank]; they differ where rows are re-partitioned between producing keys and attending.
     """
     reach = window - 1
     first_sent = send_from or (lambda segment: tail_of(segment, window))
@@ -110,7 +107,7 @@ def plan_window(
     prior_count = 0
     for segment in queries:
         span = spans[segment.request]
-        first = span.start - reach if whole_windows else max(span.window_start, span.start - reach, 0)
+        first = max(span.window_start, span.start - reach, 0)
         if segment.request in prior_first or first >= span.start or segment.start - reach >= span.start:
             continue
         prior_first[segment.request] = (first, prior_count)
@@ -146,6 +143,37 @@ def plan_window(
         window,
         concat(tail_rows),
         concat(tail_slots),
+    )
+
+
+def plan_decode_window(
+    spans: Sequence[Span], sources: Sequence[Sequence[Segment]], rank: int, window: int
+) -> WindowPlan:
+    """As `plan_window` where each request has one row, but with shapes that do not depend on positions: all W-1 ring
+    rows before a row are among the keys, also where the window does not reach so far."""
+    reach = window - 1
+    every = [spans[s.request] for segments in sources for s in segments]  # rank-major, as gathered
+    counts = tuple(len(segments) for segments in sources)
+    before, n = sum(counts[:rank]), counts[rank]
+    start = np.array([s.start for s in every], np.int64)
+    ring = np.array([s.slot for s in every], np.int64) * window
+    bound = np.array([max(s.window_start, 0) for s in every], np.int64)
+    own, row, local = slice(before, before + n), np.arange(len(every)), np.arange(n)
+    prior = start[own, None] - reach + np.arange(reach)
+    table = np.column_stack([np.arange(n * reach).reshape(n, reach), n * reach + local])
+    table[:, :reach][prior < bound[own, None]] = -1
+    stays = len(every) if reach else 0  # a window of one token leaves nothing
+    sends = len(sources) > 1 and reach > 0
+    return WindowPlan(
+        prior_slots=(ring[own, None] + prior % window).reshape(-1),
+        send_rows=local if sends else local[:0],
+        send_counts=counts if sends else tuple(0 for _ in counts),
+        table=table.reshape(-1),
+        row_start=local * window,
+        window=window,
+        # Rows of this rank are local ones; those of others lie behind, where the sent rows of all ranks are.
+        tail_rows=np.where((row >= before) & (row < before + n), row - before, n + row)[:stays],
+        tail_slots=(ring + start % window)[:stays],
     )
 
 

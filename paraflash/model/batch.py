@@ -15,10 +15,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from paraflash.cache.window import Span, WindowPlan, plan_window
+from paraflash.cache.window import Span, WindowPlan, plan_decode_window, plan_window
 from paraflash.config.model import ModelConfig
 from paraflash.kernels.interface import HOST_ONLY, IndexRows, Rotary
-from paraflash.model.linkage import EntryPlan, plan_decode_pairs, plan_entries
+from paraflash.model.linkage import EntryPlan, plan_decode_entries, plan_entries
 from paraflash.model.rope import rotary
 from paraflash.parallel.exchange import Outbox, RowGather
 from paraflash.parallel.mesh import Mesh
@@ -140,20 +140,20 @@ def build_batch(
     """
     rank, sources = mesh.pcp.rank, plan.segments
     position = positions_of(sources[rank])
-    window = plan_window(spans, sources[rank], sources, rank, model.window, whole_windows=spare_slot is not None)
     ratios = sorted({layer.ratio for layer in model.layers} - {0})
-
-    def planned(ratio: int) -> EntryPlan:
-        if ratio == 2 and spare_slot is not None:
-            return plan_decode_pairs(spans, sources, rank, block_size, spare_slot)
-        return plan_entries(spans, sources, rank, ratio, block_size)
-
+    owned = ratios if owns_kv else []
+    if spare_slot is None:
+        window = plan_window(spans, sources[rank], sources, rank, model.window)
+        entries = {r: plan_entries(spans, sources, rank, r, block_size) for r in owned}
+    else:
+        window = plan_decode_window(spans, sources, rank, model.window)
+        entries = {r: plan_decode_entries(spans, sources, rank, r, block_size, spare_slot) for r in owned}
     return LocalBatch(
         model=model,
         plan=plan,
         positions=tensor(position),
         windows=_windows(window, mesh),
-        entries={r: _entries(planned(r), r, model, mesh) for r in (ratios if owns_kv else ())},
+        entries={r: _entries(plan, r, model, mesh) for r, plan in entries.items()},
         index_rows=_index_rows(spans, sources[rank], position, ratios, block_size, model.index_topk),
         all_rows=RowGather(mesh.pcp, [len(r) for r in plan.rows], "experts"),
         outbox=Outbox() if mesh.pcp.size > 1 and plan.keeps_requests_whole else None,
@@ -231,6 +231,7 @@ def _index_rows(
 
     def of_ratio(ratio: int) -> IndexRows:
         visible, counts, entries = (position + 1) // ratio, seen_until // ratio, block_size // ratio
+        width = topk if counts.max(initial=0) <= topk else blocks * entries
         return IndexRows(
             segments=tuple(runs),
             visible=tensor(visible),
@@ -240,8 +241,8 @@ def _index_rows(
             entries=entries,
             counts=tensor(counts),
             starts=tensor(np.cumsum(counts) - counts),
-            width=topk if counts.max(initial=0) <= topk else blocks * entries,
-            total=power_of_2(int(counts.sum())),
+            width=width,
+            total=power_of_2(max(width, int(counts.sum()))),
         )
 
     return {ratio: of_ratio(ratio) for ratio in ratios}

@@ -100,6 +100,8 @@ def make_windows(ids: NDArray[np.integer], lookback: NDArray[np.integer], max_ng
         return new[:, None]
     known: Ints = np.asarray(lookback, np.int64)[-(max_ngram - 1) :]
     padded = np.concatenate([np.full(max_ngram - 1 - len(known), NO_TOKEN, np.int64), known, new])
+    if len(new) == 1:  # a decode row: making a view of one window takes longer than all else here
+        return padded[None, ::-1]
     return np.lib.stride_tricks.sliding_window_view(padded, max_ngram)[:, ::-1]
 
 

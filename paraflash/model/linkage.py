@@ -133,37 +133,39 @@ def _plan_pairs(spans: Sequence[Span], sources: Sequence[Sequence[Segment]], ran
     )
 
 
-def plan_decode_pairs(
-    spans: Sequence[Span], sources: Sequence[Sequence[Segment]], rank: int, block_size: int, spare_slot: int
+def plan_decode_entries(
+    spans: Sequence[Span],
+    sources: Sequence[Sequence[Segment]],
+    rank: int,
+    ratio: int,
+    block_size: int,
+    spare_slot: int,
 ) -> EntryPlan:
-    """As `plan_entries` at ratio 2 where each request has one row, but with shapes that do not depend on positions.
+    """As `plan_entries` where each request has one row, but with shapes that do not depend on positions.
 
-    Every row reads an open row, makes an entry and leaves an open row. An odd position needs the first two: what it
-    leaves goes to `spare_slot`. An even one needs the last: its entry, of its own row twice, goes to the null block.
+    At ratio 2 every row reads an open row, makes an entry and leaves an open row. An odd position needs the first two:
+    what it leaves goes to `spare_slot`. An even one needs the last: its entry, its own row twice, goes to block 0.
     """
-    every = [s for segments in sources for s in segments]  # rank-major, as gathered
+    every = [spans[s.request] for segments in sources for s in segments]  # rank-major, as gathered
     counts = tuple(len(segments) for segments in sources)
     before, n = sum(counts[:rank]), counts[rank]
     position = np.array([s.start for s in every], np.int64)
-    slot = np.array([spans[s.request].slot for s in every], np.int64)
-    odd, entry = position % 2 == 1, position // 2
-    per_block = block_size // 2
-    block = np.array([spans[s.request].block_ids[s.start // block_size] for s in every], np.int64)
-    own, row = slice(before, before + n), np.arange(len(every))
-    local = np.arange(n)
-    return EntryPlan(
-        counts=counts,
-        rows=local,
-        entries=entry[own],
-        slots=np.where(odd, block * per_block + entry % per_block, 0),
-        pairs=PairPlan(
-            open_slots=np.where(odd, slot, spare_slot)[own],
-            send_rows=local if len(sources) > 1 else local[:0],
-            send_counts=counts if len(sources) > 1 else (0,),
-            first=np.where(odd[own], local, n + local),
-            second=n + local,
-            # Rows of this rank are local ones; those of others lie behind, where the sent rows of all ranks are.
-            keep_rows=np.where((row >= before) & (row < before + n), row - before, n + row),
-            keep_slots=np.where(odd, spare_slot, slot),
-        ),
+    slot = np.array([s.slot for s in every], np.int64)
+    block = np.array([s.block_ids[s.start // block_size] for s in every], np.int64)
+    own, row, local = slice(before, before + n), np.arange(len(every)), np.arange(n)
+    entry, per_block = position // ratio, block_size // ratio
+    slots = block * per_block + entry % per_block
+    if ratio == 1:
+        return EntryPlan(counts, local, entry[own], slots, None)
+    odd, sends = position % 2 == 1, len(sources) > 1
+    pairs = PairPlan(
+        open_slots=np.where(odd, slot, spare_slot)[own],
+        send_rows=local if sends else local[:0],
+        send_counts=counts if sends else (0,),
+        first=np.where(odd[own], local, n + local),
+        second=n + local,
+        # Rows of this rank are local ones; those of others lie behind, where the sent rows of all ranks are.
+        keep_rows=np.where((row >= before) & (row < before + n), row - before, n + row),
+        keep_slots=np.where(odd, spare_slot, slot),
     )
+    return EntryPlan(counts, local, entry[own], np.where(odd, slots, 0), pairs)

@@ -6,7 +6,7 @@ import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from paraflash.cache.window import Span, plan_window
+from paraflash.cache.window import Span, plan_decode_window, plan_window
 from paraflash.model.batch import plan_of, trailing_spans
 
 requests = st.lists(
@@ -96,3 +96,28 @@ def test_a_long_prefill_sends_only_the_ends_of_its_chunks():
     plan = plan_of(spans, 4)
     sent = plan_window(spans, plan.segments[0], plan.segments, 0, 128).send_counts
     assert sum(sent) == 7 * 127, "8 chunks, of which the middle two are neighbours on one rank"
+
+
+@settings(max_examples=200, deadline=None)
+@given(st.lists(st.tuples(st.integers(0, 60), st.integers(0, 40)), min_size=1, max_size=9), st.integers(1, 4))
+def test_decode_rows_have_the_same_windows_in_shapes_that_positions_do_not_change(batch, world):
+    for window in (1, 2, 8):
+        spans = [
+            Span(slot, start, start + 1, False, min(bound, start), 0, np.zeros(4, np.int64))
+            for slot, (start, bound) in enumerate(batch)
+        ]
+        plan = plan_of(spans, world)
+        for rank in range(world):
+            usual = plan_window(spans, plan.segments[rank], plan.segments, rank, window)
+            found = plan_decode_window(spans, plan.segments, rank, window)
+            local = len(plan.rows[rank])
+            assert len(found.prior_slots) == local * (window - 1)
+
+            def keys(p, own=local):
+                names = [("ring", int(s)) for s in p.prior_slots] + [("step", i) for i in range(own)]
+                return [[names[i] for i in row if i >= 0] for row in p.index]
+
+            assert keys(found) == keys(usual)
+            assert found.send_counts == usual.send_counts and list(found.send_rows) == list(usual.send_rows)
+            kept = [set(zip(p.tail_slots.tolist(), p.tail_rows.tolist(), strict=True)) for p in (found, usual)]
+            assert kept[0] == kept[1]

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from paraflash.cache.window import Span
 from paraflash.model.batch import plan_of
-from paraflash.model.linkage import plan_entries
+from paraflash.model.linkage import plan_decode_entries, plan_entries
 
 BLOCK = 64
 requests = st.lists(
@@ -109,3 +109,40 @@ def test_the_example_of_the_module():
     assert pairs[0].open_slots.tolist() == [3] and pairs[0].first.tolist() == [0] and pairs[0].second.tolist() == [1]
     assert pairs[1].first.tolist() == [0] and pairs[1].second.tolist() == [1]
     assert pairs[0].send_rows.tolist() == [1] and pairs[1].send_rows.tolist() == []
+
+
+@settings(max_examples=200, deadline=None)
+@given(st.lists(st.integers(0, 150), min_size=1, max_size=9), st.integers(1, 4), st.integers(1, 2))
+def test_decode_rows_are_linked_alike_in_shapes_that_positions_do_not_change(starts, world, ratio):
+    spans = spans_of([(1, start, False, False) for start in starts])
+    plan = plan_of(spans, world)
+    spare = len(spans)
+
+    def linked(p, rows):
+        """(slot of the pool, row of the even token, row of the odd one) and what stays, without what nobody needs."""
+        names = [("open", int(s)) for s in p.pairs.open_slots] + rows
+        first = sum(p.counts[:rank])
+        slots = p.slots[first : first + p.counts[rank]].tolist()
+        made = zip(slots, p.pairs.first, p.pairs.second, strict=True)
+        kept = zip(p.pairs.keep_slots.tolist(), p.pairs.keep_rows, strict=True)
+        return (
+            {(slot, names[a], names[b]) for slot, a, b in made if slot >= BLOCK},
+            {(slot, rows[row]) for slot, row in kept if slot != spare},
+        )
+
+    def plans(function, *options):
+        return [function(spans, plan.segments, r, ratio, BLOCK, *options) for r in range(world)]
+
+    usual, found = plans(plan_entries), plans(plan_decode_entries, spare)
+    local = [[spans[s.request].slot for s in of_rank] for of_rank in plan.segments]
+    for rank in range(world):
+        assert found[rank].counts == tuple(len(rows) for rows in local)
+        if ratio == 1:
+            assert all(np.array_equal(getattr(found[rank], n), getattr(usual[rank], n)) for n in ("slots", "entries"))
+            continue
+        sent = [
+            [of[r][i] for r in range(world) for i in p[r].pairs.send_rows] for p, of in ((found, local), (usual, local))
+        ]
+        assert linked(found[rank], local[rank] + sent[0]) == linked(usual[rank], local[rank] + sent[1])
+        open_slots = found[rank].pairs.open_slots
+        assert len(open_slots) == len(local[rank]) and set(open_slots) <= {*local[rank], spare}
