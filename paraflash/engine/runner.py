@@ -153,7 +153,7 @@ class ModelRunner:
         torch.cuda.empty_cache()
         self.graphs = graphs
         # The passes that are replayed and those that run as they are take their scratch memory from different pools.
-        return peak * (1 if graphs is None else 2) + LONG_CONTEXT_BYTES
+        return (peak + LONG_CONTEXT_BYTES) * (1 if graphs is None else 2)
 
     def _affordable_blocks(self, step_bytes: int) -> int:
         """Blocks of KV that fit, the null block included; never more than all requests together can use."""
