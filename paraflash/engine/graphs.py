@@ -16,6 +16,7 @@ import logging
 from collections import OrderedDict
 from collections.abc import Callable, Hashable
 from dataclasses import dataclass
+from weakref import WeakValueDictionary
 
 import torch
 from torch import Tensor
@@ -49,7 +50,7 @@ class StepGraphs:
         self._capture: Capture | None = capture
         self._seen: OrderedDict[Hashable, None] = OrderedDict()
         self._graphs: OrderedDict[Hashable, Recorded] = OrderedDict()
-        self._buffers: dict[Hashable, Tensor] = {}
+        self._buffers: WeakValueDictionary[Hashable, Tensor] = WeakValueDictionary()
         self.captures = self.replays = 0
 
     def run(self, packed: Packed, engram: EngramLookup, engram_layers: int, forward: Forward) -> Tensor:
@@ -102,9 +103,10 @@ class StepGraphs:
     def _buffer(self, name: Hashable, like: Tensor) -> Tensor:
         """A tensor of this shape that graphs read; those of equal shape share it."""
         key = (name, like.shape, like.dtype)
-        if key not in self._buffers:
-            self._buffers[key] = torch.empty(like.shape, dtype=like.dtype, device=self._mesh.device)
-        return self._buffers[key]
+        found = self._buffers.get(key)
+        if found is None:
+            found = self._buffers[key] = torch.empty(like.shape, dtype=like.dtype, device=self._mesh.device)
+        return found
 
 
 def cuda_capture(device: torch.device) -> Capture:

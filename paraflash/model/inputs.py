@@ -67,7 +67,7 @@ def _rebuilt(value: Any, put: Callable[[Tensor], Tensor], note: Callable[[Hashab
         return value
     if isinstance(value, Outbox):
         note(Outbox)
-        return value
+        return Outbox()  # a pass of its own fills one of its own
     if isinstance(value, dict):
         note(tuple(value))
         return {key: _rebuilt(x, put, note) for key, x in value.items()}

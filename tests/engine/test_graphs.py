@@ -243,3 +243,13 @@ def test_padded_rows_are_spread_evenly_and_close_to_what_is_needed() -> None:
         1, 4, 8, 16, 24, 24, 32, 48, 64, 96, 128, 256,
     ]  # fmt: skip
     assert [padded_rows(n, 4) for n in (1, 4, 5, 64, 65)] == [4, 4, 8, 64, 96]
+
+
+def test_each_pass_fills_an_outbox_of_its_own() -> None:
+    """One that could not be captured must leave nothing for the pass that runs instead."""
+    mesh = Mesh(0, Group("tp", 1, 0), Group("pcp", 2, 0), torch.device("cpu"))
+    span = Span(0, 3, 4, False, 0, 0, np.ones(1, np.int64))
+    batch = build_batch([span], plan_of([span], 2), load_config(NARROW), mesh, 64, spare_slot=1)
+    both = Packed(Inputs(torch.tensor([5]), batch, None))
+    first, second = both.on(both.host).batch.outbox, both.on(both.host).batch.outbox
+    assert first is not None and second is not None and first is not second
