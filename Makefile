@@ -5,7 +5,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 
-.PHONY: setup demo test lint bench test-gpu bench-2gpu clean
+.PHONY: setup demo test lint eval ablation bench test-gpu bench-2gpu clean
 
 setup: $(READY)
 
@@ -26,6 +26,14 @@ lint: setup
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
+
+# Accuracy of the trained miniature at five TP x PCP splits on the CPU; fails if a target is missed.
+eval: setup
+	$(BIN)/python -m training.evaluate
+
+# The same with one part broken at a time.
+ablation: setup
+	$(BIN)/python -m training.ablation
 
 test-gpu: setup
 	$(BIN)/python -m pytest tests/gpu

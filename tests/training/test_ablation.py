@@ -3,6 +3,7 @@
 import sys
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 
@@ -10,6 +11,7 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "engine"))
 from in_process import GREEDY, generate, local_engine
 
 from paraflash.engine.sampling_params import SamplingParams
+from paraflash.parallel.plan import make_plan
 from training import ablation, evaluate, export, faults, tasks, testset
 from training.model import Miniature
 from training.train import prepare
@@ -99,3 +101,40 @@ def test_tables_count_right_answers_and_name_other_replies() -> None:
     setting = ablation.SETTINGS[0]
     rows = [ablation.Row(setting, "", {"sort": (4, 4)}), ablation.Row(setting, "short_halo", {"sort": (1, 4)}, 3)]
     assert "| 25.0 |" in ablation.table(rows) and "| 75.0 (sort) | 3 |" in ablation.table(rows)
+
+
+def test_a_missed_target_and_counts_too_far_apart_are_named() -> None:
+    problems = [evaluate.Problem(f"sort-{i}", "sort", "?", "x") for i in range(20)]
+
+    def result(name: str, right: int) -> evaluate.Result:
+        return evaluate.Result(name, ["x"] * 20, [i < right for i in range(20)], 1.0, 1, 1)
+
+    assert evaluate.failures(problems, [result("a", 20), result("b", 19)]) == []
+    (low,) = evaluate.failures(problems, [result("a", 18), result("b", 19)])
+    assert low == "a: 18 of 20 sort are right; the target is 95 %"
+    many = [evaluate.Problem(f"arithmetic-{i}", "arithmetic", "?", "x") for i in range(20)]
+    (apart,) = evaluate.failures(many, [result("a", 20), result("b", 18)])
+    assert apart == "right answers differ by 2 between splits; 1 may differ"
+
+
+def test_long_prompts_are_evaluated_in_chunks() -> None:
+    problems = evaluate.read_problems(evaluate.PROBLEMS, {"pairs": 200, "recall": 200})
+    shortest = min(len(tasks.encode(p.question)) for p in problems)
+    assert evaluate.OPTIONS["long_prefill_token_threshold"] < shortest
+
+
+def test_the_setting_for_borders_splits_every_pair() -> None:
+    (setting,) = [s for s in ablation.SETTINGS if "pairs_at_borders" in s.faults]
+    for start in range(0, 5 * setting.chunk, setting.chunk):
+        lengths = np.full(3, setting.chunk)
+        plan = make_plan(lengths, np.full(3, start), np.ones(3, bool), setting.pcp)
+        for segment in (s for of_rank in plan.segments for s in of_rank):
+            assert not [e for e in range(segment.start, segment.end - 1) if e % 2 == 0]
+
+
+def test_the_setting_for_the_halo_has_segments_longer_than_it() -> None:
+    (setting,) = [s for s in ablation.SETTINGS if "short_halo" in s.faults]
+    copies = evaluate.read_problems(evaluate.PROBLEMS, {"copy": ablation.ASKED["copy"]})
+    lengths = [len(tasks.encode(p.question)) for p in copies]
+    assert max(lengths) <= setting.chunk
+    assert sum(n // (2 * setting.pcp) > faults.HALO for n in lengths) > len(lengths) / 2
