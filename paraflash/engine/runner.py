@@ -275,10 +275,11 @@ class ModelRunner:
         rows = RowGather(mesh.pcp, counts, "sampled").gather(rows_at(hidden, mine))
         place = {key: row for row, key in enumerate(keys)}
 
-        sampled = sorted(
-            ((i, place[i, r.num_computed + r.num_tokens - 1]) for i, r in enumerate(step.requests) if r.sample),
-            key=lambda found: found[1],
-        )
+        sampled = [
+            (i, place[i, r.num_computed + r.num_tokens - 1])
+            for i, r in enumerate(step.requests)
+            if r.sample is not None
+        ]
         output = StepOutput(step.step_id)
         if sampled:
             logits = self.transformer.logits(rows_at(rows, np.array([row for _, row in sampled])))
