@@ -47,8 +47,16 @@ def card(parameters: int, size: int, log: list[dict[str, Any]]) -> str:
         "blocks, FP4 routed experts, FP8 Engram rows.",
         "It knows nothing but six generated tasks: key-value recall with two-word keys (pairs) and with codes "
         "(recall), fixed facts (ngram), copy, sort, and word problems of one or two steps (arithmetic).",
-        "Prompts are single user turns without thinking. Made by the scripts in `training/`, whose README tells how to "
-        "make it again; all data is generated there from a seed.",
+        "Prompts are single user turns without thinking. All data is generated from a seed by the scripts in "
+        "`training/`. Licence: Apache-2.0.",
+        "",
+        "To make it again, on a GPU, from the root of the repository (`training/README.md` tells more):",
+        "",
+        "```",
+        "python -m training.train --stage 1 --out build/stage1 --workers 12",
+        "python -m training.train --stage 2 --start build/stage1 --out build/stage2 --workers 12",
+        "python -m training.export build/stage2 tests/data/miniature/checkpoint",
+        "```",
     ]
     ends = [row for row in log if row.get("eval") == "end"][-2:]
     if ends:
