@@ -65,7 +65,7 @@ def _prefill_matrix(core: EngineCore, args: argparse.Namespace) -> list[dict[str
         _set_budget(core, budget)
         for size in args.input_len:
             for concurrency in args.concurrency:
-                _prefill(core, size, 1, 1)  # not counted: shapes that were not met before
+                _prefill(core, size, concurrency, 3)  # not counted: shapes that are new, then captured, then replayed
                 entry = _prefill(core, size, concurrency, args.prompts or 2 * concurrency)
                 entry["budget"] = budget
                 results.append(entry)

@@ -14,6 +14,8 @@ from torch import Tensor
 
 from paraflash.parallel.mesh import Group
 
+OWN_BYTES = 1 << 20  # a rank's share of a tensor that is gathered without the others
+
 
 class RowGather:
     """Gathers counts[r] rows from each rank r into [sum(counts), ..], rank-major and without pads."""
@@ -57,9 +59,18 @@ class RowGather:
         return torch.cat([rows for part, count in parts for rows in (part, pads[: self.padded - count])])
 
     def gather_packed(self, *parts: Tensor) -> list[Tensor]:
-        """Gathers several tensors of the same rows in one collective; dtypes and trailing shapes may differ."""
+        """Gathers several tensors of the same rows in one collective; dtypes and trailing shapes may differ.
+
+        Large ones go on their own: copying them into a common row and out again costs more than a launch.
+        """
         if self.group.size == 1 or self.padded == 0:
             return list(parts)
+        alone = [self.padded * _row_bytes(p) >= OWN_BYTES for p in parts]
+        if any(alone):
+            small = iter(self.gather_packed(*[p for p, own in zip(parts, alone, strict=True) if not own]))
+            return [self.gather(p) if own else next(small) for p, own in zip(parts, alone, strict=True)]
+        if len(parts) < 2:
+            return [self.gather(p) for p in parts]
         flat = [_as_bytes(p) for p in parts]
         gathered = self.gather(torch.cat(flat, 1)).split([f.shape[1] for f in flat], 1)
         # The copy aligns each part for its own dtype.
