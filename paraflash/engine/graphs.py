@@ -52,6 +52,7 @@ class StepGraphs:
         self._graphs: OrderedDict[Hashable, Recorded] = OrderedDict()
         self._buffers: WeakValueDictionary[Hashable, Tensor] = WeakValueDictionary()
         self.captures = self.replays = 0
+        mesh.before_close.append(self._graphs.clear)  # NCCL closes no group that is part of a graph
 
     def run(self, packed: Packed, engram: EngramLookup, engram_layers: int, forward: Forward) -> Tensor:
         """forward(inputs, engram) on the mesh's device; the result is valid until the next call."""

@@ -11,7 +11,7 @@ full all-reduce. Small sums over gloo are therefore an exchange in one hop and a
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from datetime import timedelta
@@ -112,6 +112,7 @@ class Mesh:
     tp: Group
     pcp: Group
     device: torch.device
+    before_close: list[Callable[[], None]] = field(default_factory=list)
 
     @property
     def world(self) -> int:
@@ -159,6 +160,8 @@ class Mesh:
         return int(x)
 
     def close(self) -> None:
+        for work in self.before_close:
+            work()
         if self.world > 1 and dist.is_initialized():
             dist.destroy_process_group()
 

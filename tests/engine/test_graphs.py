@@ -228,7 +228,8 @@ def test_a_failed_capture_ends_capturing_with_one_warning(caplog: pytest.LogCapt
 
 
 def test_only_so_many_graphs_are_held() -> None:
-    graphs = StepGraphs(alone(), lambda run: run, most=2)
+    mesh = alone()
+    graphs = StepGraphs(mesh, lambda run: run, most=2)
     for length in (1, 2, 3, 1):
         for value in (7, 8, 9):
             step = packed(alone(), [value] * length)
@@ -236,6 +237,8 @@ def test_only_so_many_graphs_are_held() -> None:
                 graphs.run(step, no_engram, 0, lambda inputs, _: inputs.token_ids * 2).tolist() == [2 * value] * length
             )
     assert graphs.counts() == {"captures": 4, "replays": 9, "held": 2}
+    mesh.close()
+    assert graphs.counts()["held"] == 0, "groups cannot be closed before"
 
 
 def test_padded_rows_are_spread_evenly_and_close_to_what_is_needed() -> None:

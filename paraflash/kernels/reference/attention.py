@@ -163,7 +163,7 @@ def attend(
         logits.masked_fill_(~allowed[:, None], -math.inf)
         sinks = sink.float().view(1, -1, 1).expand(logits.shape[0], -1, 1)
         probs = torch.cat([logits, sinks], -1).softmax(-1)[..., :-1]
-        if not allowed.all():  # whatever stands in unused places may not be a number
+        if q.is_cuda or not allowed.all():  # whatever stands in unused places may not be a number
             k.masked_fill_(~allowed[..., None], 0)
         out[part] = (probs @ k).to(q.dtype)
     return out

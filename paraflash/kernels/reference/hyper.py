@@ -38,7 +38,7 @@ def sinkhorn(comb: Tensor, iters: int, eps: float) -> Tensor:
     """Columns, then rows and columns in turn, of comb [T, K, K] are divided by their sums."""
     # A step has hundreds of these divisions: they run in place, along T (the longest dimension, here the last one),
     # and with eps as a tensor, which saves a conversion each.
-    across = torch.tensor(eps, dtype=comb.dtype, device=comb.device)
+    across = torch.full((), eps, dtype=comb.dtype, device=comb.device)
     comb = comb.permute(1, 2, 0).contiguous()
     comb.div_(comb.sum(0, keepdim=True).add_(across))
     for _ in range(iters - 1):
