@@ -116,11 +116,13 @@ class Bench:
         model = json.loads((HERE.parent / "tests" / "data" / "released_config.json").read_text("utf-8"))
         model["text_config"].update(LAYERS | (SMALL if args.device == "cpu" else {}))
         (folder / "config.json").write_text(json.dumps(model), encoding="utf-8")
-        most = max(self.scale["lengths"]) * max(self.scale["concurrencies"])
+        longest = max(self.scale["lengths"])
+        most = longest * max(self.scale["concurrencies"])
         self.setup = {
             "model": str(folder),
             "device": args.device,
             "budget": self.scale["budget"],
+            "longest": longest,
             "blocks": most // 64 + 128,
             "replay": args.replay,
         }
