@@ -91,9 +91,10 @@ def generate(core: EngineCore, seed: int, longest: int = 1280) -> dict[str, list
     return found
 
 
-TINY = {"index_topk": 64, "index_n_heads": 32}  # index layers choose among more entries than they take
+TINY = {"index_topk": 64, "index_n_heads": 8}  # index layers choose among more entries than they take
 RELEASED = {  # the widths for which the optional packages have kernels
     **TINY,
+    "index_n_heads": 32,
     "hidden_size": 128,
     "moe_intermediate_size": 128,
     "num_attention_heads": 32,
