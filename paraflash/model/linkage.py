@@ -143,8 +143,9 @@ def plan_decode_entries(
 ) -> EntryPlan:
     """As `plan_entries` where each request has one row, but with shapes that do not depend on positions.
 
-    At ratio 2 every row reads an open row, makes an entry and leaves an open row. An odd position needs the first two:
-    what it leaves goes to `spare_slot`. An even one needs the last: its entry, its own row twice, goes to block 0.
+    Every row makes an entry; one that is not to be written goes to block 0. At ratio 2 every row also reads an open row
+    and leaves one. An odd position needs the first: what it leaves goes to `spare_slot`. An even one needs the second:
+    its entry, of its own row twice, goes to block 0.
     """
     every = [spans[s.request] for segments in sources for s in segments]  # rank-major, as gathered
     counts = tuple(len(segments) for segments in sources)
@@ -154,7 +155,8 @@ def plan_decode_entries(
     block = np.array([s.block_ids[s.start // block_size] for s in every], np.int64)
     own, row, local = slice(before, before + n), np.arange(len(every)), np.arange(n)
     entry, per_block = position // ratio, block_size // ratio
-    slots = block * per_block + entry % per_block
+    written = position >= np.array([s.write_start for s in every], np.int64)
+    slots = np.where(written, block * per_block + entry % per_block, 0)
     if ratio == 1:
         return EntryPlan(counts, local, entry[own], slots, None)
     odd, sends = position % 2 == 1, len(sources) > 1
