@@ -188,13 +188,13 @@ def _combine_kernel(
     token = tl.program_id(0).to(tl.int64)
     c = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     total = tl.zeros((BLOCK,), dtype=tl.float32)
-    if MORE:
-        total += tl.load(more_ptr + token * D + c, mask=c < D, other=0.0).to(tl.float32)
     for k in tl.static_range(TOPK):
         expert = tl.load(ids_ptr + token * TOPK + k) - first
         if (expert >= 0) & (expert < experts):
             row = tl.load(place_ptr + token * TOPK + k).to(tl.int64)
             total += tl.load(y_ptr + row * D + c, mask=c < D, other=0.0).to(tl.float32)
+    if MORE:
+        total += tl.load(more_ptr + token * D + c, mask=c < D, other=0.0).to(tl.float32)
     tl.store(out_ptr + token * D + c, total.to(out_ptr.dtype.element_ty), mask=c < D)
 
 

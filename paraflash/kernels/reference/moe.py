@@ -49,10 +49,11 @@ def experts(
         parts = zip(counts, x.split(counts), w.unbind(), strict=True)
         return torch.cat([linear(part, matrix, round_input) for count, part, matrix in parts if count])
 
-    out = torch.zeros(h.shape, dtype=torch.float32, device=h.device) if more is None else more.float().clone()
+    out = torch.zeros(h.shape, dtype=torch.float32, device=h.device)
     if not len(row):
-        return out.to(h.dtype)
+        return out.to(h.dtype) if more is None else more.clone()
     x = h[row]
     # The routing weight goes in before w2: equal in exact arithmetic, but not once the input is rounded.
     a = swiglu(each(x, experts.w1).float(), each(x, experts.w3).float(), limit) * weights.flatten()[pair, None]
-    return out.index_add_(0, row, each(a.to(h.dtype), experts.w2).float()).to(h.dtype)
+    out.index_add_(0, row, each(a.to(h.dtype), experts.w2).float())
+    return (out if more is None else out + more).to(h.dtype)
