@@ -1,6 +1,7 @@
 """The Triton kernels at small sizes in Triton's interpreter, which needs no GPU, against the reference."""
 
 import os
+from dataclasses import replace
 
 import pytest
 import torch
@@ -66,6 +67,12 @@ def test_attention_matches_the_reference(kernels: CudaKernels, maker: Maker) -> 
 
 def test_entry_selection_matches_the_reference(kernels: CudaKernels, maker: Maker) -> None:
     checks.check_selection(kernels, maker, SMALL, lengths=[150, 0, 70], counts=[3, 1, 2], blocks=6, size=8)
+
+
+def test_candidates_of_the_reference_are_applied_where_all_entries_fit(kernels: CudaKernels, maker: Maker) -> None:
+    """No kernel takes three index heads; the choice is then narrowed by candidates alone."""
+    sizes = replace(SMALL, index_heads=3, chosen=256)
+    checks.check_selection(kernels, maker, sizes, lengths=[150, 0, 70], counts=[3, 1, 2], blocks=6, size=8)
 
 
 def test_rounded_copies_are_rounded_outputs(kernels: CudaKernels, maker: Maker) -> None:

@@ -254,10 +254,9 @@ class CudaKernels:
     ) -> tuple[Tensor, Any]:
         t, heads, width = q.shape
         kept = candidates if isinstance(candidates, index.Candidates) else None
+        narrowed = candidates is not None and (kept is None or kept.bits is not None)  # kept is None: by the reference
         if t == 0 or (
-            rows.width <= topk
-            and (kept is None or kept.bits is None)
-            and (publish is None or rows.width <= publish[0] * publish[1])
+            rows.width <= topk and not narrowed and (publish is None or rows.width <= publish[0] * publish[1])
         ):
             published = None if publish is None else index.Candidates(None, publish[1])
             return index.all_visible(rows.visible, topk), published
