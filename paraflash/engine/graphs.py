@@ -5,8 +5,10 @@ The first pass of a signature runs as it is (kernels are compiled and tuned), th
 their inputs to where the captured pass reads them and replay it. All work of a step is on one stream, so passes of
 different signatures may share input buffers and scratch memory.
 
-Ranks need not agree on which of the three they do: each way issues the same collectives in the same order. Capturing
-runs nothing, so a rank that captures replays at once.
+NCCL demands that all ranks of a collective capture it together, and that they launch graphs of one capture together. So
+which of the three a pass is must be the same on all ranks: their signatures differ, but from step to step they change
+on all ranks or on none (`Inputs.step`). A capture that fails on one rank is given up on all. Capturing runs nothing, so
+a pass that is captured is replayed at once.
 """
 
 from __future__ import annotations
@@ -90,11 +92,16 @@ class StepGraphs:
         rows = [self._buffer(n, x) for n, x in enumerate(engram)]
         if len(self._graphs) >= self._most:
             self._graphs.popitem(last=False)
-        try:
-            with self._mesh.separate_log() as collectives:
+        replay, problem = None, "on another rank"
+        with self._mesh.separate_log() as collectives:
+            try:
                 replay = self._capture(lambda: forward(packed.on(index), rows.__getitem__))
-        except Exception as error:  # an engine that serves goes on without
-            log.warning("CUDA graphs are off: a step cannot be captured (%s: %s)", type(error).__name__, error)
+            except Exception as error:  # an engine that serves goes on without
+                problem = f"{type(error).__name__}: {error}"
+        with self._mesh.separate_log():
+            everywhere = self._mesh.agree_min(replay is not None)
+        if replay is None or not everywhere:
+            log.warning("CUDA graphs are off: a step cannot be captured (%s)", problem)
             self._capture = None
             return None
         self.captures += 1

@@ -33,7 +33,7 @@ from paraflash.engine.sampler import prompt_logprobs, sample
 from paraflash.kernels import make_kernels
 from paraflash.model import engram_hash
 from paraflash.model.batch import LocalBatch, build_batch, build_trailing, plan_of, power_of_2
-from paraflash.model.inputs import Inputs, Packed
+from paraflash.model.inputs import Inputs, Packed, step_shape
 from paraflash.model.transformer import Transformer, no_probe
 from paraflash.model.weights import Numerics
 from paraflash.parallel.exchange import RowGather
@@ -232,6 +232,7 @@ class ModelRunner:
         token_ids = np.concatenate([r.token_ids for r in requests]).astype(np.int64)[local]
         inputs = Inputs(torch.from_numpy(token_ids), batch, trailing)
         if graphs is not None and (decodes or all(_in_blocks(r, size) for r in requests)):
+            inputs.step = () if decodes else step_shape(spans, kept, model.window)
             packed = Packed(inputs, pinned=mesh.device.type == "cuda")
             hidden = graphs.run(packed, engram, len(self.engram.tables), self._forward)
         elif mesh.device.type == "cuda":

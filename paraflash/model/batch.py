@@ -154,7 +154,7 @@ def build_batch(
         positions=tensor(position),
         windows=_windows(window, mesh),
         entries={r: _entries(plan, r, model, mesh) for r, plan in entries.items()},
-        index_rows=_index_rows(spans, sources[rank], position, ratios, block_size, model.index_topk),
+        index_rows=_index_rows(spans, sources, rank, position, ratios, block_size, model.index_topk),
         all_rows=RowGather(mesh.pcp, [len(r) for r in plan.rows], "experts"),
         outbox=Outbox() if mesh.pcp.size > 1 and plan.keeps_requests_whole else None,
     )
@@ -203,13 +203,15 @@ def _entries(plan: EntryPlan, ratio: int, model: ModelConfig, mesh: Mesh) -> Ent
 
 def _index_rows(
     spans: Sequence[Span],
-    segments: Sequence[Segment],
+    sources: Sequence[Sequence[Segment]],
+    rank: int,
     position: np.ndarray,
     ratios: Sequence[int],
     block_size: int,
     topk: int,
 ) -> dict[int, IndexRows]:
-    """By ratio; what does not depend on it is shared."""
+    """By ratio; what does not depend on it is shared. The bounds are those of all ranks' rows, equal on every rank."""
+    segments = sources[rank]
     runs: list[tuple[int, int, int]] = []
     for s in segments:
         first, end = s.local_row, s.local_row + s.length
@@ -223,15 +225,16 @@ def _index_rows(
     for i, span in enumerate(spans):
         used = span.block_ids[:blocks]
         tables[i, : len(used)] = used
-    seen_until = np.zeros(len(spans), np.int64)  # positions of each request that its rows here may look at
-    for s in segments:
-        seen_until[s.request] = max(seen_until[s.request], s.end)
+    seen_until = np.zeros((len(sources), len(spans)), np.int64)  # positions of a request that a rank's rows may see
+    for s in (s for of_rank in sources for s in of_rank):
+        seen_until[s.rank, s.request] = max(seen_until[s.rank, s.request], s.end)
     request = np.repeat([s.request for s in segments], [s.length for s in segments]) if segments else np.zeros(0)
     row_request, block_tables = tensor(request.astype(np.int64)), tensor(tables)
 
     def of_ratio(ratio: int) -> IndexRows:
-        visible, counts, entries = (position + 1) // ratio, seen_until // ratio, block_size // ratio
-        width = topk if counts.max(initial=0) <= topk else blocks * entries
+        visible, every, entries = (position + 1) // ratio, seen_until // ratio, block_size // ratio
+        counts = every[rank]
+        width = topk if every.max(initial=0) <= topk else blocks * entries
         return IndexRows(
             segments=tuple(runs),
             visible=tensor(visible),
@@ -242,7 +245,7 @@ def _index_rows(
             counts=tensor(counts),
             starts=tensor(np.cumsum(counts) - counts),
             width=width,
-            total=power_of_2(max(width, int(counts.sum()))),
+            total=power_of_2(max(width, int(every.sum(1).max()))),
         )
 
     return {ratio: of_ratio(ratio) for ratio in ratios}

@@ -7,13 +7,14 @@ can see (shapes and numbers): passes of one signature differ in nothing but the 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, fields, is_dataclass, replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from paraflash.cache.window import Span
 from paraflash.model.batch import LocalBatch, Trailing
 from paraflash.parallel.exchange import Outbox, RowGather
 
@@ -25,6 +26,20 @@ class Inputs:
     token_ids: Tensor  # [T]
     batch: LocalBatch
     trailing: Trailing | None
+    step: tuple[tuple[int, ...], ...] = ()  # see `step_shape`
+
+
+def step_shape(spans: Sequence[Span], kept: Sequence[int], window: int) -> tuple[tuple[int, ...], ...]:
+    """What the shapes on any rank follow from in a step of whole blocks of prompts, beside the bounds that all ranks
+    share. In the signature of every rank it makes a step new to all ranks or to none, as it is without it in a padded
+    decode step, whose shapes follow from the number of rows and those bounds."""
+    return tuple(
+        (
+            *(s.length, k, min(s.start, window), min(s.start - s.window_start, window)),
+            max(0, min(s.write_start, s.end) - s.start),
+        )
+        for s, k in zip(spans, kept, strict=True)
+    )
 
 
 class Packed:

@@ -29,6 +29,7 @@ from paraflash.cache.window import Span
 from paraflash.config.model import load_config
 from paraflash.engine.engine import EngineCore
 from paraflash.engine.graphs import StepGraphs
+from paraflash.engine.messages import StepInput, StepOutput
 from paraflash.engine.runner import padded_rows
 from paraflash.engine.sampling_params import SamplingParams
 from paraflash.kernels.interface import IndexRows
@@ -61,7 +62,22 @@ class ReplayingRunner(LogitsRunner):
     def __init__(self, *args: Any):
         super().__init__(*args)
         self.kernels = BoundedKernels(self.kernels)  # type: ignore[assignment]
-        self.graphs = StepGraphs(self.mesh, lambda run: run)
+        self.graphs = StepGraphs(self.mesh, self._record)
+        self.launches: list[int] = []  # of each step: number of the recorded pass that ran, 0 for none
+
+    def _record(self, run: Callable[[], Tensor]) -> Callable[[], Tensor]:
+        assert self.graphs is not None
+        number = self.graphs.captures + 1
+
+        def replay() -> Tensor:
+            self.launches[-1] = number
+            return run()
+
+        return replay
+
+    def execute(self, step: StepInput) -> StepOutput | None:
+        self.launches.append(0)
+        return super().execute(step)
 
 
 Prompts = dict[str, tuple[list[int], SamplingParams]]
@@ -75,9 +91,12 @@ def engine_of(folder: Path, tp: int, pcp: int, runner: Any = ReplayingRunner, **
 
 
 def counts_of(core: EngineCore) -> tuple[int, int]:
-    """Passes recorded at most and replayed at least on a rank. Ranks may differ: what their rows can see does."""
-    graphs = [runner.graphs for runner in core.executor.runners]
-    return max(g.captures for g in graphs), min(g.replays for g in graphs)
+    """Passes recorded and replayed. NCCL demands of all ranks that they record the same steps and replay the same."""
+    runners = core.executor.runners
+    for other in runners[1:]:
+        assert other.launches == runners[0].launches
+    graphs = runners[0].graphs
+    return graphs.captures, graphs.replays
 
 
 def compare(found: dict[str, Answer], wanted: dict[str, Answer]) -> None:
@@ -224,6 +243,18 @@ def test_a_failed_capture_ends_capturing_with_one_warning(caplog: pytest.LogCapt
             step = packed(alone(), [1] * length)
             assert graphs.run(step, no_engram, 0, lambda inputs, _: inputs.token_ids + 1).tolist() == [2] * length
     assert [r.getMessage() for r in caplog.records if "not permitted" in r.getMessage()] == [caplog.records[0].message]
+    assert graphs.counts() == {"captures": 0, "replays": 0, "held": 0}
+
+
+def test_a_pass_that_another_rank_cannot_capture_is_replayed_on_none(caplog: pytest.LogCaptureFixture) -> None:
+    mesh = alone()
+    graphs = StepGraphs(mesh, lambda run: run)
+    mesh.agree_min = lambda captured: 0  # type: ignore[method-assign]
+    with caplog.at_level(logging.WARNING, "paraflash.graphs"):
+        for _ in range(3):
+            step = packed(mesh, [4, 5])
+            assert graphs.run(step, no_engram, 0, lambda inputs, _: inputs.token_ids + 1).tolist() == [5, 6]
+    assert ["another rank" in r.getMessage() for r in caplog.records] == [True]
     assert graphs.counts() == {"captures": 0, "replays": 0, "held": 0}
 
 
