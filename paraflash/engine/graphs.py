@@ -99,7 +99,7 @@ class StepGraphs:
             except Exception as error:  # an engine that serves goes on without
                 problem = f"{type(error).__name__}: {error}"
         with self._mesh.separate_log():
-            everywhere = self._mesh.agree_min(replay is not None)
+            everywhere = self._mesh.agree_min(int(replay is not None))
         if replay is None or not everywhere:
             log.warning("CUDA graphs are off: a step cannot be captured (%s)", problem)
             self._capture = None

@@ -19,7 +19,6 @@ PACKAGES = find_packages()
 SIZES = Sizes(rows=300, hidden=5120)
 BARE = CudaKernels(Packages(), torch.bfloat16, "grouped_mm", trained=True)
 FULL = CudaKernels(PACKAGES, torch.bfloat16, "humming" if PACKAGES.humming else "grouped_mm", trained=True)
-FP8_EXPERTS = CudaKernels(PACKAGES, torch.bfloat16, "humming_fp8", trained=True)
 
 
 @pytest.fixture
@@ -108,9 +107,3 @@ def test_an_inverse_rope_undoes_a_rope_and_changes_x_in_place(maker: Maker) -> N
     turned = BARE.rope(x, table)
     assert turned.data_ptr() == x.data_ptr()
     near(BARE.rope(turned, table, inverse=True), before, 5e-3)
-
-
-@pytest.mark.skipif(PACKAGES.humming is None, reason="humming-kernels is not installed")
-def test_experts_with_fp8_activations_are_near_the_reference(maker: Maker) -> None:
-    checks.check_experts(FP8_EXPERTS, maker, Sizes(rows=200, hidden=5120, experts=24), local=8, first=8, least=6e-2)
-    checks.check_experts(FP8_EXPERTS, maker, Sizes(rows=3, hidden=5120, experts=24), local=8, first=8, least=6e-2)

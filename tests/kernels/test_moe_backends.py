@@ -15,7 +15,6 @@ HUMMING = object()  # the package is there
         ("auto", "humming"),
         ("humming", "humming"),
         ("marlin", "humming"),
-        ("humming_fp8", "humming_fp8"),
         ("triton", "grouped_mm"),
     ],
 )
@@ -28,7 +27,7 @@ def test_auto_runs_without_the_package_and_in_float32() -> None:
     assert moe.choose_backend("auto", HUMMING, torch.float32) == "grouped_mm"
 
 
-@pytest.mark.parametrize("name", ["humming", "humming_fp8", "marlin"])
+@pytest.mark.parametrize("name", ["humming", "marlin"])
 def test_what_cannot_run_names_the_way_out(name: str) -> None:
     with pytest.raises(ValueError, match="needs the package humming-kernels; use triton or auto"):
         moe.choose_backend(name, None, torch.bfloat16)

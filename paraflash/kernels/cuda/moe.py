@@ -31,7 +31,6 @@ TUNED_ROWS = (64, 256, 768, 1536, 3072, 6144, 12288, 24576)
 BACKENDS = {  # --moe-backend, vLLM's names included -> what runs
     "auto": "auto",
     "humming": "humming",
-    "humming_fp8": "humming_fp8",  # coarser: activations in e4m3 with one scale a row
     "marlin": "humming",
     "triton": "grouped_mm",
     "grouped_mm": "grouped_mm",
@@ -214,18 +213,16 @@ def tuned_for(rows: int) -> int:
 
 
 class HummingFp4:
-    """Expert products on packed FP4 weights through humming-kernels, with activations in bf16 or in FP8."""
+    """Expert products on packed FP4 weights (bf16 activations) through humming-kernels."""
 
-    def __init__(self, module: Any, weight: QuantTensor, fp8_input: bool = False):
+    def __init__(self, module: Any, weight: QuantTensor):
         """weight [E, out, in] of kind fp4."""
-        self.fp8_input = fp8_input
         experts, out, width = weight.shape
         with torch.device(weight.data.device):
             self.layer = module.HummingLayer(
                 shape_n=out,
                 shape_k=width,
                 weight_config={"quant_method": "mxfp4"},
-                input_config={"dtype": "float8e4m3"} if fp8_input else None,
                 num_experts=experts,
                 torch_dtype=torch.bfloat16,
             )
@@ -240,19 +237,13 @@ class HummingFp4:
         size = tuned_for(rows)
         if size not in self._configs:
             self._configs[size] = self._compile(size)
-        layer, scale = self.layer, None
-        outputs = torch.empty(x.shape[0], layer.shape_n, dtype=x.dtype, device=x.device)
-        if self.fp8_input:
-            from humming.forward import may_quant_input
-
-            x, scale = may_quant_input(layer.humming_config, x)
+        layer = self.layer
         return launch_kernel(
             configs=self._configs[size],
             inputs=x,
-            input_scale=scale,
             weight=layer.weight,
             weight_scale=layer.weight_scale,
-            outputs=outputs,
+            outputs=torch.empty(x.shape[0], layer.shape_n, dtype=x.dtype, device=x.device),
             expert_layout=offsets,
             locks=layer.locks,
         )
@@ -287,9 +278,9 @@ def choose_backend(name: str, humming: Any, dtype: torch.dtype) -> str:
     chosen = BACKENDS[name]
     if chosen == "auto":
         return "humming" if humming is not None and dtype == torch.bfloat16 else "grouped_mm"
-    if chosen.startswith("humming") and dtype != torch.bfloat16:
+    if chosen == "humming" and dtype != torch.bfloat16:
         raise ValueError(f"moe_backend {name} computes in bfloat16, dtype is {dtype}; use triton or auto")
-    if chosen.startswith("humming") and humming is None:
+    if chosen == "humming" and humming is None:
         raise ValueError(f"moe_backend {name} needs the package humming-kernels; use triton or auto")
     if chosen != name:
         log.info("moe_backend %s runs as %s", name, chosen)
@@ -299,14 +290,13 @@ def choose_backend(name: str, humming: Any, dtype: torch.dtype) -> str:
 def pack_experts(experts: Expert, backend: str, humming: Any, dtype: torch.dtype) -> PackedExperts | Expert:
     """Experts as `run_experts` takes them. Widths that no grouped product takes, and fp32, stay an Expert."""
     count, inner, width = experts.w1.shape
-    if backend.startswith("humming") and isinstance(experts.w1, QuantTensor) and not (inner % 128 or width % 128):
+    if backend == "humming" and isinstance(experts.w1, QuantTensor) and not (inner % 128 or width % 128):
         up = QuantTensor(
             "fp4",
             torch.cat([experts.w1.data, experts.w3.data], 1),
             torch.cat([experts.w1.scale, experts.w3.scale], 1),
         )
-        fp8 = backend == "humming_fp8"
-        products = HummingFp4(humming, up, fp8), HummingFp4(humming, experts.w2, fp8)
+        products = HummingFp4(humming, up), HummingFp4(humming, experts.w2)
         return PackedExperts(*products, experts.first, experts.total, count, inner)
     w1, w2, w3 = (
         w.dequantise(dtype) if isinstance(w, QuantTensor) else w for w in (experts.w1, experts.w2, experts.w3)
