@@ -91,7 +91,8 @@ class StepGraphs:
         index = self._buffer("index", packed.host)
         rows = [self._buffer(n, x) for n, x in enumerate(engram)]
         if len(self._graphs) >= self._most:
-            self._graphs.popitem(last=False)
+            forgotten, _ = self._graphs.popitem(last=False)
+            self._seen.pop(forgotten, None)  # or shapes in rotation would be captured each time they come
         replay, problem = None, "on another rank"
         with self._mesh.separate_log() as collectives:
             try:

@@ -267,7 +267,7 @@ def test_only_so_many_graphs_are_held() -> None:
             assert (
                 graphs.run(step, no_engram, 0, lambda inputs, _: inputs.token_ids * 2).tolist() == [2 * value] * length
             )
-    assert graphs.counts() == {"captures": 4, "replays": 9, "held": 2}
+    assert graphs.counts() == {"captures": 4, "replays": 8, "held": 2}, "a dropped one starts anew"
     mesh.close()
     assert graphs.counts()["held"] == 0, "groups cannot be closed before"
 
