@@ -17,7 +17,7 @@ from paraflash.checkpoint.engram_table import check_ids
 from paraflash.checkpoint.load import Progress, Weights, assemble, row_chunks
 from paraflash.checkpoint.quant import QuantTensor, fp4_dequant, fp8_block_dequant
 from paraflash.checkpoint.random_weights import LIMIT, distribution, flat_index, random_values
-from paraflash.checkpoint.tensors import BLOCK, Slices, TensorSpec, tensor_table
+from paraflash.checkpoint.tensors import BLOCK, Shard, Slices, TensorSpec, tensor_table
 from paraflash.config.model import ModelConfig
 from paraflash.formats import E4M3_MAX, e2m1_codes, exp2_int, pow2_ceil_exponent
 
@@ -26,10 +26,7 @@ _CPU_VALUES, _GPU_VALUES = 1 << 19, 1 << 25  # made at a time; a GPU needs large
 
 def dummy_weights(
     model: ModelConfig,
-    tp_rank: int,
-    tp_size: int,
-    ep_rank: int,
-    ep_size: int,
+    shard: Shard,
     dtype: torch.dtype,
     device: torch.device | str,
     seed: int = 0,
@@ -41,7 +38,7 @@ def dummy_weights(
     def fill(target: Tensor | QuantTensor, spec: TensorSpec, slices: Slices) -> None:
         _fill(target, spec, slices, model, seed)
 
-    return assemble(model, tp_rank, tp_size, ep_rank, ep_size, dtype, device, keep_quantized, progress, fill)
+    return assemble(model, shard, dtype, device, keep_quantized, progress, fill)
 
 
 class DummyEngramTable:
@@ -63,7 +60,7 @@ def dummy_engram_tables(
     model: ModelConfig, dtype: torch.dtype, seed: int = 0, device: torch.device | str = "cpu"
 ) -> list[DummyEngramTable]:
     """One table per Engram layer, in the order of model.engram_layers."""
-    return [DummyEngramTable(s, model, dtype, seed, device) for s in tensor_table(model) if s.shard.kind == "engram"]
+    return [DummyEngramTable(s, model, dtype, seed, device) for s in tensor_table(model) if s.split.kind == "engram"]
 
 
 def _fill(target: Tensor | QuantTensor, spec: TensorSpec, slices: Slices, model: ModelConfig, seed: int) -> None:

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from paraflash.checkpoint.memory import rank_bytes, stored_bytes
-from paraflash.checkpoint.tensors import SKIPPED, TensorSpec, expert_range, split_range, tensor_table
+from paraflash.checkpoint.tensors import SKIPPED, Shard, TensorSpec, split_range, tensor_table
 from paraflash.config.model import ModelConfig
 
 ITEMSIZE = {"bfloat16": 2, "float32": 4}
@@ -61,7 +61,7 @@ def _kinds(specs: Iterable[TensorSpec]) -> list[dict[str, Any]]:
     kinds: dict[str, dict[str, Any]] = {}
     for spec in specs:
         # Tables of different Engram layers differ in rows: each is a kind of its own.
-        key = spec.name if spec.shard.kind == "engram" else kind_of(spec.name)
+        key = spec.name if spec.split.kind == "engram" else kind_of(spec.name)
         kind = kinds.setdefault(
             key,
             {
@@ -69,7 +69,7 @@ def _kinds(specs: Iterable[TensorSpec]) -> list[dict[str, Any]]:
                 "shape": list(spec.shape),
                 "dtype": spec.dtype,
                 "scale_shape": list(spec.scale_shape) or None,
-                "shard": str(spec.shard),
+                "shard": str(spec.split),
                 "tensors": 0,
                 "bytes": 0,
             },
@@ -80,16 +80,16 @@ def _kinds(specs: Iterable[TensorSpec]) -> list[dict[str, Any]]:
 
 
 def _rank(model: ModelConfig, tp: int, pcp: int, rank: int, dtype: str) -> dict[str, Any]:
-    tp_rank = rank % tp
-    stored = rank_bytes(model, tp_rank, tp, rank, tp * pcp, 2, keep_quantized=True)
-    plain = rank_bytes(model, tp_rank, tp, rank, tp * pcp, ITEMSIZE[dtype])
-    groups = split_range(model.o_groups, tp_rank, tp)
+    shard = Shard(rank, tp, tp * pcp)
+    stored = rank_bytes(model, shard, 2, keep_quantized=True)
+    plain = rank_bytes(model, shard, ITEMSIZE[dtype])
+    groups = split_range(model.o_groups, shard.tp_rank, tp)
     return {
         "rank": rank,
-        "tp_rank": tp_rank,
+        "tp_rank": shard.tp_rank,
         "pcp_rank": rank // tp,
         "heads": [n * model.heads_per_group for n in groups],
-        "experts": list(expert_range(model.num_experts, rank, tp * pcp)),
+        "experts": list(shard.experts(model.num_experts)),
         "gpu_bytes": stored.device,  # FP8 and FP4 kept as stored, the rest BF16
         "cpu_bytes": plain.device,  # dequantised
         "expert_gpu_bytes": stored.experts,

@@ -18,7 +18,7 @@ from paraflash.checkpoint.engram_table import EngramTable
 from paraflash.checkpoint.files import CheckpointError, Entry, read_header, read_rows
 from paraflash.checkpoint.memory import check_memory, keeps, rank_bytes
 from paraflash.checkpoint.quant import E8M0_NAN, QuantTensor, fp4_dequant, fp8_block_dequant
-from paraflash.checkpoint.tensors import BLOCK, SKIPPED, Slices, TensorSpec, expert_range, shard_slices, tensor_table
+from paraflash.checkpoint.tensors import BLOCK, SKIPPED, Shard, Slices, TensorSpec, shard_slices, tensor_table
 from paraflash.config.model import ModelConfig
 
 Weights = dict[str, Tensor | QuantTensor]
@@ -99,10 +99,7 @@ def _read_indexed(index: Path) -> dict[str, Entry]:
 def load_weights(
     checkpoint: Checkpoint,
     model: ModelConfig,
-    tp_rank: int,
-    tp_size: int,
-    ep_rank: int,
-    ep_size: int,
+    shard: Shard,
     dtype: torch.dtype,
     device: torch.device | str,
     keep_quantized: bool | Collection[str] = False,
@@ -118,15 +115,12 @@ def load_weights(
     def fill(target: Tensor | QuantTensor, spec: TensorSpec, slices: Slices) -> None:
         _fill(target, checkpoint, spec, slices)
 
-    return assemble(model, tp_rank, tp_size, ep_rank, ep_size, dtype, device, keep_quantized, progress, fill)
+    return assemble(model, shard, dtype, device, keep_quantized, progress, fill)
 
 
 def assemble(
     model: ModelConfig,
-    tp_rank: int,
-    tp_size: int,
-    ep_rank: int,
-    ep_size: int,
+    shard: Shard,
     dtype: torch.dtype,
     device: torch.device | str,
     keep_quantized: bool | Collection[str],
@@ -134,16 +128,16 @@ def assemble(
     fill: Callable[[Tensor | QuantTensor, TensorSpec, Slices], None],
 ) -> Weights:
     """Allocates a rank's tensors one by one and has `fill` write the values of each. Arguments as `load_weights`."""
-    needed = rank_bytes(model, tp_rank, tp_size, ep_rank, ep_size, dtype.itemsize, keep_quantized).device
+    needed = rank_bytes(model, shard, dtype.itemsize, keep_quantized).device
     check_memory(needed, device)
     weights: Weights = {}
     todo = [
         (spec, slices)
         for spec in tensor_table(model)
-        if not spec.optional and (slices := shard_slices(spec, tp_rank, tp_size, ep_rank, ep_size)) is not None
+        if not spec.optional and (slices := shard_slices(spec, shard)) is not None
     ]
     total, done = sum(_stored_bytes(spec, slices) for spec, slices in todo), 0
-    first, end = expert_range(model.num_experts, ep_rank, ep_size)
+    first, end = shard.experts(model.num_experts)
     for spec, slices in todo:
         keep = keeps(spec, keep_quantized)
         if spec.expert is None:

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from paraflash.checkpoint.tensors import BLOCK, TensorSpec, shard_slices, tensor_table
+from paraflash.checkpoint.tensors import BLOCK, Shard, TensorSpec, shard_slices, tensor_table
 from paraflash.config.model import ModelConfig
 
 if TYPE_CHECKING:
@@ -34,19 +34,16 @@ def stored_bytes(spec: TensorSpec) -> int:
 
 def rank_bytes(
     model: ModelConfig,
-    tp_rank: int,
-    tp_size: int,
-    ep_rank: int,
-    ep_size: int,
+    shard: Shard,
     itemsize: int,
     keep_quantized: bool | Collection[str] = False,
 ) -> RankBytes:
     """What `load_weights` allocates for a rank: `itemsize` bytes a value (2 for bfloat16), F32 tensors always 4."""
     device = experts = engram = 0
     for spec in tensor_table(model):
-        if spec.shard.kind == "engram":
+        if spec.split.kind == "engram":
             engram += stored_bytes(spec)
-        slices = None if spec.optional else shard_slices(spec, tp_rank, tp_size, ep_rank, ep_size)
+        slices = None if spec.optional else shard_slices(spec, shard)
         if slices is None:
             continue
         shape = [part.stop - part.start for part in slices]

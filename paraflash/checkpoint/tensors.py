@@ -18,11 +18,11 @@ Slices = tuple[slice, ...]
 
 
 @dataclass(frozen=True)
-class Shard:
+class Split:
     """How a tensor is split.
 
     replicate: every rank holds it. rows, cols: over TP in whole units of `unit` rows or columns (a head, an output
-    group, one row). expert: whole, on the EP rank that owns the expert. engram: stays in its file, mapped into memory.
+    group, one row). expert: whole, on the rank that owns the expert. engram: stays in its file, mapped into memory.
     """
 
     kind: str
@@ -34,7 +34,26 @@ class Shard:
         return {"rows": f"rows by {self.by}", "cols": f"columns by {self.by}"}.get(self.kind, self.kind)
 
 
-REPLICATE, ENGRAM = Shard("replicate"), Shard("engram")
+@dataclass(frozen=True)
+class Shard:
+    """The part of a model that a rank holds: tensors are split over TP, whole experts go to all ranks (EP)."""
+
+    rank: int = 0  # pcp_rank * tp_size + tp_rank
+    tp_size: int = 1
+    world: int = 1
+
+    @property
+    def tp_rank(self) -> int:
+        return self.rank % self.tp_size
+
+    def experts(self, total: int) -> tuple[int, int]:
+        """[first, end) of a layer's routed experts: counts differ by at most one, rank 0 has the most."""
+        base, extra = divmod(total, self.world)
+        first = self.rank * base + min(self.rank, extra)
+        return first, first + base + (self.rank < extra)
+
+
+REPLICATE, ENGRAM = Split("replicate"), Split("engram")
 
 
 @dataclass(frozen=True)
@@ -42,7 +61,7 @@ class TensorSpec:
     name: str
     shape: tuple[int, ...]  # logical: values
     dtype: str  # bf16, f32, fp8 (e4m3, 32x32 scales), fp4 (packed e2m1, 1x32 scales), engram (e4m3, 1x32 scales)
-    shard: Shard = REPLICATE
+    split: Split = REPLICATE
     layer: int | None = None
     expert: int | None = None
     optional: bool = False  # may be absent; text generation never reads it
@@ -83,11 +102,11 @@ def tensor_table(model: ModelConfig) -> list[TensorSpec]:
     """
     quant = model.quant
     fp8 = "fp8" if quant else "bf16"
-    specs = [TensorSpec("embed.weight", (model.vocab_size, model.hidden_size), "bf16", Shard("rows", 1, "token"))]
+    specs = [TensorSpec("embed.weight", (model.vocab_size, model.hidden_size), "bf16", Split("rows", 1, "token"))]
     for layer in model.layers:
         specs += _layer_tensors(model, layer, fp8)
     specs.append(TensorSpec("norm.weight", (model.hidden_size,), "bf16"))
-    specs.append(TensorSpec("head.weight", (model.vocab_size, model.hidden_size), "bf16", Shard("rows", 1, "token")))
+    specs.append(TensorSpec("head.weight", (model.vocab_size, model.hidden_size), "bf16", Split("rows", 1, "token")))
     for spec in specs:
         if spec.dtype in ("fp4", "engram") and spec.shape[1] % BLOCK:
             raise ConfigError(
@@ -101,8 +120,8 @@ def _layer_tensors(model: ModelConfig, layer: LayerSpec, fp8: str) -> list[Tenso
     prefix = f"layers.{at}."
     specs: list[TensorSpec] = []
 
-    def add(name: str, shape: tuple[int, ...], dtype: str = "bf16", shard: Shard = REPLICATE, **more: bool) -> None:
-        specs.append(TensorSpec(prefix + name, shape, dtype, shard, at, **more))
+    def add(name: str, shape: tuple[int, ...], dtype: str = "bf16", split: Split = REPLICATE, **more: bool) -> None:
+        specs.append(TensorSpec(prefix + name, shape, dtype, split, at, **more))
 
     if layer.engram is not None:
         rows, width = model.engram_rows[layer.engram], model.engram_head_dim
@@ -124,12 +143,12 @@ def _layer_tensors(model: ModelConfig, layer: LayerSpec, fp8: str) -> list[Tenso
     add("attn_norm.weight", (hidden,))
     add("attn.wq_a.weight", (model.q_lora_rank, hidden), fp8)
     add("attn.q_norm.weight", (model.q_lora_rank,))
-    add("attn.wq_b.weight", (groups * group_width, model.q_lora_rank), fp8, Shard("rows", group_width, by_heads))
+    add("attn.wq_b.weight", (groups * group_width, model.q_lora_rank), fp8, Split("rows", group_width, by_heads))
     add("attn.wkv.weight", (model.head_dim, hidden), fp8)
     add("attn.kv_norm.weight", (model.head_dim,))
-    add("attn.attn_sink", (model.num_heads,), "f32", Shard("rows", model.heads_per_group, by_heads))
-    add("attn.wo_a.weight", (groups * rank, group_width), fp8, Shard("rows", rank, by_group))
-    add("attn.wo_b.weight", (hidden, groups * rank), fp8, Shard("cols", rank, by_group))
+    add("attn.attn_sink", (model.num_heads,), "f32", Split("rows", model.heads_per_group, by_heads))
+    add("attn.wo_a.weight", (groups * rank, group_width), fp8, Split("rows", rank, by_group))
+    add("attn.wo_b.weight", (hidden, groups * rank), fp8, Split("cols", rank, by_group))
     if layer.owns_kv:
         add("attn.compressor.wkv.weight", (model.head_dim, hidden))
         if layer.ratio == 2:
@@ -147,10 +166,10 @@ def _layer_tensors(model: ModelConfig, layer: LayerSpec, fp8: str) -> list[Tenso
     add("ffn.gate.weight", (model.num_experts, hidden))
     add("ffn.gate.bias", (model.num_experts,), "f32")
     add("ffn.gate.bias_vl", (model.num_experts,), "f32", optional=True)
-    add("ffn.shared_experts.w1.weight", (inner, hidden), fp8, Shard("rows", 1, "channel"))
-    add("ffn.shared_experts.w3.weight", (inner, hidden), fp8, Shard("rows", 1, "channel"))
-    add("ffn.shared_experts.w2.weight", (hidden, inner), fp8, Shard("cols", 1, "channel"))
-    whole_expert = Shard("expert", experts=model.num_experts)
+    add("ffn.shared_experts.w1.weight", (inner, hidden), fp8, Split("rows", 1, "channel"))
+    add("ffn.shared_experts.w3.weight", (inner, hidden), fp8, Split("rows", 1, "channel"))
+    add("ffn.shared_experts.w2.weight", (hidden, inner), fp8, Split("cols", 1, "channel"))
+    whole_expert = Split("expert", experts=model.num_experts)
     expert_dtype = "fp4" if model.quant and model.quant.fp4_experts else fp8
     for expert in range(model.num_experts):
         for name, shape in (("w1", (inner, hidden)), ("w3", (inner, hidden)), ("w2", (hidden, inner))):
@@ -165,29 +184,17 @@ def split_range(total: int, rank: int, size: int) -> tuple[int, int]:
     return min(rank * step, total), min((rank + 1) * step, total)
 
 
-def expert_range(num_experts: int, ep_rank: int, ep_size: int) -> tuple[int, int]:
-    """[first, end) of the routed experts that an EP rank owns: counts differ by at most one, rank 0 has the most."""
-    base, extra = divmod(num_experts, ep_size)
-    first = ep_rank * base + min(ep_rank, extra)
-    return first, first + base + (ep_rank < extra)
-
-
-def vocab_range(vocab_size: int, tp_rank: int, tp_size: int) -> tuple[int, int]:
-    """[first, end) of the embedding and head rows that a TP rank owns."""
-    return split_range(vocab_size, tp_rank, tp_size)
-
-
-def shard_slices(spec: TensorSpec, tp_rank: int, tp_size: int, ep_rank: int, ep_size: int) -> Slices | None:
+def shard_slices(spec: TensorSpec, shard: Shard) -> Slices | None:
     """The part of a tensor that a rank holds, in values; None for another rank's expert and for Engram tables."""
     whole = tuple(slice(0, n) for n in spec.shape)
-    if spec.shard.kind == "engram":
+    if spec.split.kind == "engram":
         return None
-    if spec.shard.kind == "expert":
-        first, end = expert_range(spec.shard.experts, ep_rank, ep_size)
+    if spec.split.kind == "expert":
+        first, end = shard.experts(spec.split.experts)
         return whole if spec.expert is not None and first <= spec.expert < end else None
-    if spec.shard.kind == "replicate":
+    if spec.split.kind == "replicate":
         return whole
-    dim = 0 if spec.shard.kind == "rows" else 1
-    start, end = split_range(spec.shape[dim] // spec.shard.unit, tp_rank, tp_size)
-    part = slice(start * spec.shard.unit, end * spec.shard.unit)
+    dim = 0 if spec.split.kind == "rows" else 1
+    start, end = split_range(spec.shape[dim] // spec.split.unit, shard.tp_rank, shard.tp_size)
+    part = slice(start * spec.split.unit, end * spec.split.unit)
     return (*whole[:dim], part, *whole[dim + 1 :])

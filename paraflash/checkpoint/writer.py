@@ -100,9 +100,9 @@ def _assign(specs: list[TensorSpec], extra: Mapping[str, Tensor], shards: int) -
     """Spreads tensors over the shards in order, by bytes; with enough shards each Engram table gets one of the last."""
     if shards < 1:
         raise ValueError(f"shards is {shards}; at least 1 is needed")
-    tables = [spec for spec in specs if spec.shard.kind == "engram"]
+    tables = [spec for spec in specs if spec.split.kind == "engram"]
     own = len(tables) if shards > len(tables) else 0
-    plain = [spec for spec in specs if not own or spec.shard.kind != "engram"]
+    plain = [spec for spec in specs if not own or spec.split.kind != "engram"]
     total, done = sum(stored_bytes(spec) for spec in plain), 0
     places: dict[str, _Place] = {}
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from paraflash.checkpoint.load import Checkpoint
 from paraflash.checkpoint.memory import check_memory, rank_bytes
+from paraflash.checkpoint.tensors import Shard
 from paraflash.config.engine import EngineConfig
 from paraflash.config.model import ModelConfig
 
@@ -18,5 +19,5 @@ def check_start(config: EngineConfig, model: ModelConfig) -> None:
     if config.device == "cpu":
         itemsize = {"float32": 4, "bfloat16": 2}[config.dtype]
         tp, world = config.tensor_parallel_size, config.world_size
-        needed = sum(rank_bytes(model, rank % tp, tp, rank, world, itemsize).device for rank in range(world))
+        needed = sum(rank_bytes(model, Shard(rank, tp, world), itemsize).device for rank in range(world))
         check_memory(needed, "cpu", f"the weights of {world} rank(s)")

@@ -23,7 +23,7 @@ from paraflash.checkpoint.dummy import dummy_engram_tables, dummy_weights
 from paraflash.checkpoint.load import Checkpoint, Weights, load_weights, open_engram_tables
 from paraflash.checkpoint.memory import available_memory, check_memory
 from paraflash.checkpoint.progress import show_progress
-from paraflash.checkpoint.tensors import expert_range, vocab_range
+from paraflash.checkpoint.tensors import Shard, split_range
 from paraflash.config.engine import EngineConfig
 from paraflash.config.model import ModelConfig
 from paraflash.engine.engram_rows import EngramRows
@@ -52,6 +52,7 @@ class ModelRunner:
 
     def __init__(self, config: EngineConfig, model: ModelConfig, mesh: Mesh):
         self.config, self.model_config, self.mesh = config, model, mesh
+        self._shard = Shard(mesh.rank, mesh.tp.size, mesh.world)
         self.progress: Callable[[], None] = lambda: None
         dtype = {"float32": torch.float32, "bfloat16": torch.bfloat16}[config.dtype]
         self.numerics = Numerics(
@@ -68,8 +69,8 @@ class ModelRunner:
     def load(self) -> None:
         """Loads this rank's weights and allocates the caches, equally large on all ranks."""
         config, model, mesh = self.config, self.model_config, self.mesh
-        first_expert, _ = expert_range(model.num_experts, mesh.ep_rank, mesh.world)
-        first_token, _ = vocab_range(model.vocab_size, mesh.tp.rank, mesh.tp.size)
+        first_expert, _ = self._shard.experts(model.num_experts)
+        first_token, _ = split_range(model.vocab_size, mesh.tp.rank, mesh.tp.size)
         self.token_map = None
         weights = self._load_weights()
         if model.engram_layers:
@@ -101,16 +102,15 @@ class ModelRunner:
         """This rank's shard; also opens the Engram tables. Rank 0 shows the progress of its own shard."""
         config, model, mesh = self.config, self.model_config, self.mesh
         dtype, stored = self.numerics.dtype, self.kernels.stored
-        shard = (mesh.tp.rank, mesh.tp.size, mesh.ep_rank, mesh.world)
         self.tables: Sequence[Any]
         with contextlib.ExitStack() as stack:
             progress = stack.enter_context(show_progress("Loading weights (rank 0)")) if mesh.rank == 0 else None
             if config.load_format == "dummy":
                 self.tables = dummy_engram_tables(model, dtype, config.seed, mesh.device)
-                return dummy_weights(model, *shard, dtype, mesh.device, config.seed, stored, progress)
+                return dummy_weights(model, self._shard, dtype, mesh.device, config.seed, stored, progress)
             checkpoint = Checkpoint.open(config.model)
             self.tables = open_engram_tables(checkpoint, model, dtype)
-            return load_weights(checkpoint, model, *shard, dtype, mesh.device, stored, progress)
+            return load_weights(checkpoint, model, self._shard, dtype, mesh.device, stored, progress)
 
     @property
     def _slots(self) -> int:

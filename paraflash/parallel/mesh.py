@@ -106,7 +106,7 @@ class Group:
 
 @dataclass
 class Mesh:
-    """Where this rank stands. ep_rank counts experts' owners over all ranks."""
+    """Where this rank stands."""
 
     rank: int
     tp: Group
@@ -117,10 +117,6 @@ class Mesh:
     @property
     def world(self) -> int:
         return self.tp.size * self.pcp.size
-
-    @property
-    def ep_rank(self) -> int:
-        return self.rank
 
     def start_log(self) -> None:
         self.tp.log = self.pcp.log = []

@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import lru_cache
 
-from paraflash.checkpoint.tensors import expert_range, shard_slices, tensor_table
+from paraflash.checkpoint.tensors import Shard, shard_slices, tensor_table
 from paraflash.config.model import LayerSpec, ModelConfig
 from paraflash.planner.hardware import Hardware, exchange_bytes, exchange_seconds
 from paraflash.planner.workload import Chunk, Step, key_counts, layer_chunks
@@ -108,11 +108,11 @@ def linears(model: ModelConfig, tp: int) -> tuple[tuple[Linear, ...], ...]:
     """
     by_layer: list[list[Linear]] = [[] for _ in model.layers]
     for spec in tensor_table(model):
-        if spec.layer is None or spec.expert is not None or spec.shard.kind == "engram":
+        if spec.layer is None or spec.expert is not None or spec.split.kind == "engram":
             continue
         if len(spec.shape) != 2 or spec.name.endswith(("q_weight", "k_weight")):
             continue
-        part = shard_slices(spec, 0, tp, 0, tp)
+        part = shard_slices(spec, Shard(0, tp, tp))
         if part is not None:
             by_layer[spec.layer].append(Linear(spec.name, spec.layer, *(s.stop - s.start for s in part)))
     return tuple(tuple(layer) for layer in by_layer)
@@ -213,7 +213,7 @@ def moe_term(setup: Setup, step: Step) -> Term:
     Bytes also hold the permuted rows: in, gate and up out, activation in, out, combined.
     """
     model, world = setup.model, setup.topology.world
-    first, end = expert_range(model.num_experts, 0, world)
+    first, end = Shard(0, 1, world).experts(model.num_experts)
     share = (end - first) / model.num_experts
     hidden, inner = model.hidden_size, model.moe_intermediate_size
     per_value = FP4 if model.quant and model.quant.fp4_experts else 1.0 if model.quant else BF16

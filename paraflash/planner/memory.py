@@ -10,7 +10,7 @@ import math
 from dataclasses import dataclass
 from functools import lru_cache
 
-from paraflash.checkpoint.tensors import TensorSpec, shard_slices, tensor_table
+from paraflash.checkpoint.tensors import Shard, TensorSpec, shard_slices, tensor_table
 from paraflash.config.engine import BLOCK_SIZE
 from paraflash.config.model import ModelConfig
 from paraflash.planner.cost import BF16, HEAD_TILE, RecordBytes, Topology
@@ -79,10 +79,10 @@ def weight_bytes(model: ModelConfig, topology: Topology, expand: bool) -> tuple[
     """(routed experts, all else, whole Engram tables) of rank 0 in bytes."""
     experts = dense = engram = 0.0
     for spec in tensor_table(model):
-        if spec.shard.kind == "engram":
+        if spec.split.kind == "engram":
             engram += tensor_bytes(spec, spec.shape)
             continue
-        part = shard_slices(spec, 0, topology.tp, 0, topology.world)
+        part = shard_slices(spec, Shard(0, topology.tp, topology.world))
         if part is None:
             continue
         nbytes = tensor_bytes(spec, tuple(s.stop - s.start for s in part), expand and spec.expert is None)

@@ -15,7 +15,7 @@ from paraflash.checkpoint.files import CheckpointError
 from paraflash.checkpoint.load import INDEX, Checkpoint, Weights, load_weights, open_engram_tables
 from paraflash.checkpoint.memory import NotEnoughMemory, rank_bytes
 from paraflash.checkpoint.quant import QuantTensor
-from paraflash.checkpoint.tensors import tensor_table
+from paraflash.checkpoint.tensors import Shard, tensor_table
 from paraflash.config.model import load_config
 
 GOLDEN = Path(__file__).parents[1] / "data" / "golden"
@@ -25,9 +25,8 @@ FOLDERS = ["narrow", "narrow_fp8", "wide"]
 def load(folder: Path, rank: int = 0, tp: int = 1, pcp: int = 1, **more: Any) -> Weights:
     model, checkpoint = load_config(folder), Checkpoint.open(folder)
     checkpoint.check(model)
-    return load_weights(
-        checkpoint, model, rank % tp, tp, rank, tp * pcp, more.pop("dtype", torch.float32), "cpu", **more
-    )
+    shard = Shard(rank, tp, tp * pcp)
+    return load_weights(checkpoint, model, shard, more.pop("dtype", torch.float32), "cpu", **more)
 
 
 def e4m3(byte: int) -> float:
@@ -76,18 +75,18 @@ def test_shards_put_together_equal_the_whole(folder: str, tp: int, pcp: int, kee
         {k: t.dequantise(torch.float32) if isinstance(t, QuantTensor) else t for k, t in r.items()} for r in ranks
     ]
     for spec in tensor_table(model):
-        if spec.optional or spec.shard.kind == "engram":
+        if spec.optional or spec.split.kind == "engram":
             assert spec.name not in whole
         elif spec.expert is not None:
             joined = torch.cat([v[str(spec.stack)] for v in values if str(spec.stack) in v])
             assert torch.equal(joined[spec.expert], whole[str(spec.stack)][spec.expert])
-        elif spec.shard.kind == "replicate":
+        elif spec.split.kind == "replicate":
             assert all(torch.equal(v[spec.name], whole[spec.name]) for v in values)
         else:
-            dim = int(spec.shard.kind == "cols")
+            dim = int(spec.split.kind == "cols")
             assert torch.equal(torch.cat([v[spec.name] for v in values[:tp]], dim), whole[spec.name])
     for rank, weights in enumerate(ranks):
-        sizes = rank_bytes(model, rank % tp, tp, rank, tp * pcp, 4, keep)
+        sizes = rank_bytes(model, Shard(rank, tp, tp * pcp), 4, keep)
         assert sum(t.nbytes for t in weights.values()) == sizes.device
 
 

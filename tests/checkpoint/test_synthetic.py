@@ -18,7 +18,7 @@ from paraflash.checkpoint.dummy import dummy_engram_tables, dummy_weights
 from paraflash.checkpoint.load import Checkpoint, load_weights, open_engram_tables
 from paraflash.checkpoint.quant import QuantTensor
 from paraflash.checkpoint.synthetic import PRESETS, synthetic_config, write_synthetic
-from paraflash.checkpoint.tensors import tensor_table
+from paraflash.checkpoint.tensors import Shard, tensor_table
 from paraflash.checkpoint.writer import write_checkpoint
 from paraflash.cli import main
 from paraflash.config.model import ConfigError, load_config, parse_config
@@ -90,7 +90,7 @@ def test_the_shard_count_and_quantisation_change_the_files_not_the_model(tmp_pat
         write_synthetic(tmp_path / name, synthetic_config("tiny", quantise=quantise), 1, shards)
         model, checkpoint = load_config(tmp_path / name), Checkpoint.open(tmp_path / name)
         checkpoint.check(model)
-        results.append(load_weights(checkpoint, model, 0, 1, 0, 1, torch.float32, "cpu"))
+        results.append(load_weights(checkpoint, model, Shard(), torch.float32, "cpu"))
     one, many, plain = results
     for key, value in one.items():
         assert torch.equal(value, many[key])
@@ -102,7 +102,7 @@ def test_the_shard_count_and_quantisation_change_the_files_not_the_model(tmp_pat
 def test_an_independent_reader_gets_the_same_values_and_no_term_of_the_model_vanishes(tmp_path: Path) -> None:
     write_synthetic(tmp_path, synthetic_config("tiny"), shards=1, extra_tensors=False)
     reader = oracle.M(str(tmp_path))
-    weights = load_weights(Checkpoint.open(tmp_path), load_config(tmp_path), 0, 1, 0, 1, torch.float32, "cpu")
+    weights = load_weights(Checkpoint.open(tmp_path), load_config(tmp_path), Shard(), torch.float32, "cpu")
     for name, value in weights.items():
         parts = (
             [reader.w[f"{name.replace('.w', f'.{e}.w')}.weight"] for e in range(8)] if ".experts.w" in name else None
@@ -203,24 +203,24 @@ def test_writer_refuses_wrong_tensors_by_name(tmp_path: Path) -> None:
 
 def test_dummy_weights_have_the_keys_and_spreads_of_the_real_ones_on_every_topology(tiny: Path) -> None:
     model = load_config(tiny)
-    real = load_weights(Checkpoint.open(tiny), model, 0, 1, 0, 1, torch.float32, "cpu")
-    whole = dummy_weights(model, 0, 1, 0, 1, torch.float32, "cpu")
+    real = load_weights(Checkpoint.open(tiny), model, Shard(), torch.float32, "cpu")
+    whole = dummy_weights(model, Shard(), torch.float32, "cpu")
     assert {k: v.shape for k, v in whole.items()} == {k: v.shape for k, v in real.items()}
     for key, value in whole.items():
         if value.numel() > 1000:
             assert float(value.std()) == pytest.approx(float(real[key].std()), rel=0.1)
-    ranks = [dummy_weights(model, r % 2, 2, r, 4, torch.float32, "cpu", keep_quantized=True) for r in range(4)]
+    ranks = [dummy_weights(model, Shard(r, 2, 4), torch.float32, "cpu", keep_quantized=True) for r in range(4)]
     for spec in tensor_table(model):
-        if spec.optional or spec.shard.kind == "engram":
+        if spec.optional or spec.split.kind == "engram":
             continue
         key = spec.stack or spec.name
         parts = [r[key].dequantise(torch.float32) if isinstance(r[key], QuantTensor) else r[key] for r in ranks]
-        if spec.shard.kind == "replicate":
+        if spec.split.kind == "replicate":
             assert all(torch.equal(part, whole[key]) for part in parts)
-        elif spec.shard.kind == "expert":
+        elif spec.split.kind == "expert":
             assert torch.equal(torch.cat(parts), whole[key])
         else:
-            assert torch.equal(torch.cat(parts[:2], int(spec.shard.kind == "cols")), whole[key])
+            assert torch.equal(torch.cat(parts[:2], int(spec.split.kind == "cols")), whole[key])
 
 
 def test_dummy_engram_rows_equal_the_synthetic_table_up_to_its_rounding(tiny: Path) -> None:
@@ -248,7 +248,7 @@ def test_inspect_reports_what_each_rank_holds(tiny: Path, capsys: pytest.Capture
     assert total == sum(report["files"].values())
     assert report["skipped"]["mtp"]["tensors"] == 3 and report["problems"] is None
     for rank in report["ranks"]:
-        args = (checkpoint, model, rank["tp_rank"], 2, rank["rank"], 4, torch.bfloat16, "cpu")
+        args = (checkpoint, model, Shard(rank["rank"], 2, 4), torch.bfloat16, "cpu")
         assert sum(t.nbytes for t in load_weights(*args).values()) == rank["cpu_bytes"]
         assert sum(t.nbytes for t in load_weights(*args, keep_quantized=True).values()) == rank["gpu_bytes"]
     assert [rank["experts"] for rank in report["ranks"]] == [[0, 2], [2, 4], [4, 6], [6, 8]]
@@ -302,6 +302,7 @@ def test_synth_does_not_replace_a_checkpoint_unasked(tiny: Path, capsys: pytest.
 MEASURE = """
 import re, sys, torch
 from paraflash.checkpoint.load import Checkpoint, load_weights
+from paraflash.checkpoint.tensors import Shard
 from paraflash.config.model import load_config
 
 def peak():
@@ -310,7 +311,7 @@ def peak():
 def load(folder):
     model, checkpoint = load_config(folder), Checkpoint.open(folder)
     checkpoint.check(model)
-    return load_weights(checkpoint, model, 1, 2, 1, 2, torch.bfloat16, "cpu", keep_quantized=keep)
+    return load_weights(checkpoint, model, Shard(1, 2, 2), torch.bfloat16, "cpu", keep_quantized=keep)
 
 folder, small, keep = sys.argv[1], sys.argv[2], sys.argv[3] == "keep"
 load(small)  # what torch itself loads at its first use is not the checkpoint's

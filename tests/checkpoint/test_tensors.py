@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from paraflash.checkpoint.tensors import SKIPPED, expert_range, shard_slices, tensor_table
+from paraflash.checkpoint.tensors import SKIPPED, Shard, shard_slices, tensor_table
 from paraflash.config.model import ConfigError, ModelConfig, load_config, parse_config
 
 GOLDEN = Path(__file__).parents[1] / "data" / "golden"
@@ -55,15 +55,15 @@ def test_released_model_has_the_published_tensor_counts_and_shapes() -> None:
 def test_shards_of_all_ranks_cover_every_tensor_exactly_once(folder: str, tp: int, pcp: int) -> None:
     model = load_config(GOLDEN / folder)
     for spec in tensor_table(model):
-        parts = [shard_slices(spec, rank % tp, tp, rank, tp * pcp) for rank in range(tp * pcp)]
-        if spec.shard.kind == "engram":
+        parts = [shard_slices(spec, Shard(rank, tp, tp * pcp)) for rank in range(tp * pcp)]
+        if spec.split.kind == "engram":
             assert parts == [None] * (tp * pcp)
-        elif spec.shard.kind == "expert":
+        elif spec.split.kind == "expert":
             assert sum(part is not None for part in parts) == 1
-        elif spec.shard.kind == "replicate":
+        elif spec.split.kind == "replicate":
             assert all(part == tuple(slice(0, n) for n in spec.shape) for part in parts)
         else:
-            dim = int(spec.shard.kind == "cols")
+            dim = int(spec.split.kind == "cols")
             row = [part[dim] for part in parts[:tp] if part]
             covered = [i for part in row for i in range(part.start, part.stop)]
             assert covered == list(range(spec.shape[dim]))
@@ -75,7 +75,7 @@ def test_a_ranks_heads_sinks_and_groups_belong_together() -> None:
     table = {spec.name: spec for spec in tensor_table(model)}
 
     def first(name: str, dim: int) -> int:
-        part = shard_slices(table[f"layers.0.attn.{name}"], 1, 2, 1, 2)
+        part = shard_slices(table[f"layers.0.attn.{name}"], Shard(1, 2, 2))
         assert part is not None
         return part[dim].start
 
@@ -86,9 +86,9 @@ def test_a_ranks_heads_sinks_and_groups_belong_together() -> None:
 
 
 def test_experts_are_cut_into_contiguous_ranges_that_differ_by_at_most_one() -> None:
-    assert [expert_range(10, r, 4) for r in range(4)] == [(0, 3), (3, 6), (6, 8), (8, 10)]
-    assert [expert_range(9, r, 8) for r in range(8)] == [(0, 2), *((r, r + 1) for r in range(2, 9))]
-    assert [expert_range(384, r, 8) for r in range(8)] == [(48 * r, 48 * r + 48) for r in range(8)]
+    assert [Shard(r, 1, 4).experts(10) for r in range(4)] == [(0, 3), (3, 6), (6, 8), (8, 10)]
+    assert [Shard(r, 1, 8).experts(9) for r in range(8)] == [(0, 2), *((r, r + 1) for r in range(2, 9))]
+    assert [Shard(r, 1, 8).experts(384) for r in range(8)] == [(48 * r, 48 * r + 48) for r in range(8)]
 
 
 def test_vision_and_draft_names_are_skipped_and_text_names_are_not() -> None:
