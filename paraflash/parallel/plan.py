@@ -8,8 +8,7 @@ a decode row goes whole to one rank. Example, one prompt of 10 tokens at P=2 (4 
     rank          0     1     1       0
     rank 0 local  0 1 7 8 9        rank 1 local  2 3 4 5 6
 
-`rows[r]` lists rank r's global rows in local order; gathering every rank's rows, padded to `padded_rows`, gives
-rank-major rows whose `restore` entries are in global order again.
+`rows[r]` lists rank r's global rows in local order.
 """
 
 from __future__ import annotations
@@ -43,22 +42,10 @@ class Segment:
 
 @dataclass(frozen=True)
 class Plan:
-    """The partition of one step over P ranks."""
+    """The partition of one step over the ranks."""
 
-    world: int
-    num_rows: int
     segments: tuple[tuple[Segment, ...], ...]  # per rank, in local order; never empty runs
     rows: tuple[Ints, ...]  # per rank: global rows in local order
-
-    @property
-    def padded_rows(self) -> int:
-        """Rows every rank contributes to a gather of rows; at least 1 so that shapes are never empty."""
-        return max(1, max(len(r) for r in self.rows))
-
-    @cached_property
-    def restore(self) -> Ints:
-        """[num_rows]: index of each global row in the padded rank-major gather."""
-        return restore_index(self.rows, self.padded_rows, self.num_rows)
 
     @cached_property
     def keeps_requests_whole(self) -> bool:
@@ -66,19 +53,6 @@ class Plan:
         return len({(s.request, s.rank) for of_rank in self.segments for s in of_rank}) == len(
             {s.request for of_rank in self.segments for s in of_rank}
         )
-
-    @cached_property
-    def owner(self) -> Ints:
-        """[num_rows]: rank that runs each global row."""
-        return self.restore // self.padded_rows
-
-
-def restore_index(per_rank: tuple[Ints, ...], padded: int, total: int) -> Ints:
-    """Inverse of a padded rank-major gather: `gathered[restore_index(...)]` is in global order."""
-    index = np.full(total, -1, dtype=np.int64)
-    for rank, rows in enumerate(per_rank):
-        index[rows] = rank * padded + np.arange(len(rows))
-    return index
 
 
 def _chunk_sizes(length: int, load: Ints) -> list[int]:
@@ -147,7 +121,7 @@ def make_plan(query_lens: Ints, computed_lens: Ints, is_prefill: NDArray[np.bool
             local += length
         segments.append(tuple(mine))
         rows.append(np.concatenate(index) if index else np.zeros(0, np.int64))
-    return Plan(world, int(first_row[-1]), tuple(segments), tuple(rows))
+    return Plan(tuple(segments), tuple(rows))
 
 
 def pick_rows(plan: Plan, wanted: set[tuple[int, int]], rank: int) -> tuple[list[tuple[int, int]], list[int], Ints]:

@@ -268,7 +268,7 @@ def in_order(core: EngineCore, step: Any, parts: list[np.ndarray]) -> np.ndarray
     from paraflash.model.batch import plan_of
 
     plan = plan_of(spans_of(step.requests), len(parts))
-    result = np.zeros((plan.num_rows, *parts[0].shape[1:]), parts[0].dtype)
+    result = np.zeros((sum(map(len, plan.rows)), *parts[0].shape[1:]), parts[0].dtype)
     for rows, part in zip(plan.rows, parts, strict=True):
         result[rows] = part
     return result

@@ -19,17 +19,10 @@ def plan_of(batch: list[tuple[int, int, bool]], world: int):
 
 @settings(max_examples=300, deadline=None)
 @given(requests, st.integers(1, 8))
-def test_every_row_lies_on_exactly_one_rank_and_restore_inverts_the_gather(batch, world):
+def test_every_row_lies_on_exactly_one_rank(batch, world):
     plan = plan_of(batch, world)
     total = sum(n for n, _, _ in batch)
     assert sorted(np.concatenate(plan.rows).tolist()) == list(range(total))
-    gathered = np.full(world * plan.padded_rows, -1)
-    for rank, rows in enumerate(plan.rows):
-        gathered[rank * plan.padded_rows : rank * plan.padded_rows + len(rows)] = rows
-    assert gathered[plan.restore].tolist() == list(range(total))
-    assert [plan.owner[r] for r in range(total)] == [
-        next(k for k, rows in enumerate(plan.rows) if r in rows) for r in range(total)
-    ]
 
 
 @settings(max_examples=300, deadline=None)
