@@ -33,8 +33,11 @@ class EngramRows:
             self._senders = ThreadPoolExecutor(1, "engram-send")
             self._stream = torch.cuda.Stream(device)
 
-    def start(self, ids: NDArray[np.integer]) -> Callable[[int], Tensor]:
-        """Begins the lookups of a step; the result gives the rows of the n-th Engram layer. Raises IndexError."""
+    def start(self, ids: NDArray[np.integer], padded_rows: int = 0) -> Callable[[int], Tensor]:
+        """Begins the lookups of a step; the result gives the rows of the n-th Engram layer. Raises IndexError.
+
+        padded_rows is for tables that need an exchange (`EngramShards`); here every rank has all rows.
+        """
         if not self._ahead:
             return lambda n: self.tables[n].lookup(ids[:, n]).flatten(1).to(self.device)
         pending = [

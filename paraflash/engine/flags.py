@@ -85,7 +85,7 @@ def add_engine_flags(parser: argparse.ArgumentParser) -> None:
         model,
         "engram_config",
         json_object,
-        'JSON object; {"cpu_offload": true} keeps the tables in host memory',
+        'JSON object; {"cpu_offload": false} keeps the tables on the devices, split over TP',
         metavar="JSON",
     )
     _value(model, "attention_backend", str, "attention kernels")

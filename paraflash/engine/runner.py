@@ -27,6 +27,7 @@ from paraflash.checkpoint.tensors import Shard, split_range
 from paraflash.config.engine import EngineConfig
 from paraflash.config.model import ModelConfig
 from paraflash.engine.engram_rows import EngramRows
+from paraflash.engine.engram_shards import EngramShards
 from paraflash.engine.graphs import StepGraphs, cuda_capture
 from paraflash.engine.messages import Sampled, SampleSpec, StepInput, StepOutput, StepRequest, TokenLogprobs
 from paraflash.engine.sampler import prompt_logprobs, sample
@@ -80,7 +81,8 @@ class ModelRunner:
                 self.token_map = np.arange(model.vocab_size, dtype=np.int64) % model.engram_compressed_vocab_size
             else:
                 self.token_map = engram_hash.load_token_map(path, model)
-        self.engram = EngramRows(self.tables, mesh.device)
+        on_device = not config.engram_config.get("cpu_offload", True) and config.load_format != "dummy"
+        self.engram = EngramShards(self.tables, mesh) if on_device else EngramRows(self.tables, mesh.device)
         self.weight_bytes = sum(w.nbytes for w in weights.values())
         self.transformer = Transformer(model, weights, self.kernels, self.numerics, mesh, first_expert, first_token)
         del weights
@@ -183,6 +185,7 @@ class ModelRunner:
 
     def cache_info(self) -> dict[str, Any]:
         """What this rank holds, in bytes and blocks."""
+        on_device = self.engram if isinstance(self.engram, EngramShards) else None
         return {
             "rank": self.mesh.rank,
             "device": str(self.mesh.device),
@@ -192,7 +195,8 @@ class ModelRunner:
             "cache_bytes": self.cache.nbytes,
             "weight_bytes": self.weight_bytes,
             "step_bytes": self.step_bytes,  # set aside on a GPU for activations and workspaces
-            "engram_host_bytes": sum(table.rows * table.dim for table in self.tables),
+            "engram_host_bytes": sum(table.rows * table.dim for table in self.tables) if not on_device else 0,
+            "engram_device_bytes": on_device.nbytes if on_device else 0,
             "kv_cache_dtype": self.format.name,
             "graphs": None if self.graphs is None else self.graphs.counts(),
             "kernels": self.kernels.name,
@@ -221,7 +225,7 @@ class ModelRunner:
         spans = spans_of(requests)
         plan = plan_of(spans, mesh.pcp.size)
         local = plan.rows[mesh.pcp.rank]
-        engram = self._engram_rows(requests, local)
+        engram = self._engram_rows(requests, local, max(map(len, plan.rows)))
         batch = build_batch(spans, plan, model, mesh, size, spare_slot=spare_slot)
         kept = [
             s.length if r.kept_rows < 0 else min(r.kept_rows, s.length) for r, s in zip(requests, spans, strict=True)
@@ -252,15 +256,17 @@ class ModelRunner:
             inputs.token_ids, engram, inputs.batch, self.cache, inputs.trailing, self.progress
         )
 
-    def _engram_rows(self, requests: Sequence[StepRequest], local: np.ndarray) -> Callable[[int], Tensor]:
-        """Look-up of this step's Engram rows by layer ordinal. Ids are known on every rank: no exchange."""
+    def _engram_rows(
+        self, requests: Sequence[StepRequest], local: np.ndarray, padded_rows: int
+    ) -> Callable[[int], Tensor]:
+        """Look-up of this step's Engram rows by layer ordinal. Ids are known on every rank: they need no exchange."""
         model = self.model_config
         if self.token_map is None:
             return lambda n: torch.empty(0)
         windows = [engram_hash.make_windows(r.token_ids, r.lookback, model.engram_max_ngram) for r in requests]
         ids = engram_hash.hash_windows(model, self.token_map, np.concatenate(windows)[local])
         self.transformer.probe("engram.hash_ids", ids)
-        return self.engram.start(ids)
+        return self.engram.start(ids, padded_rows)
 
     def _finish(self, step: StepInput, hidden: Tensor, batch: LocalBatch) -> StepOutput | None:
         """Gathers the rows whose logits are wanted and turns them into tokens on rank 0."""
