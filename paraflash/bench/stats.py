@@ -20,7 +20,6 @@ METRICS = {
     "itl": ("Inter-token Latency", "ITL"),
     "e2el": ("End-to-end Latency", "E2EL"),
 }
-GOODPUT_METRICS = ("ttft", "tpot", "e2el")
 
 
 @dataclass

@@ -49,9 +49,8 @@ class RopeSpec:
 
 @dataclass(frozen=True)
 class QuantSpec:
-    """How the checkpoint stores its linears (model.md 2.3)."""
+    """How the checkpoint stores its linears (model.md 2.3): FP8 in blocks of 32x32 with a UE8M0 scale each."""
 
-    weight_block: int  # 32: FP8 blocks of 32x32 with a UE8M0 scale each
     fp4_experts: bool  # routed experts as packed e2m1 with a UE8M0 scale per 32 inputs
 
 
@@ -72,7 +71,6 @@ class ModelConfig:
     window: int
     moe_intermediate_size: int
     num_experts: int
-    num_shared_experts: int
     experts_per_token: int
     routed_scaling_factor: float
     norm_topk_prob: bool
@@ -267,7 +265,7 @@ def _quant_spec(data: dict[str, Any]) -> QuantSpec | None:
     block = q.integers("weight_block_size")
     if block != [32, 32]:
         raise ConfigError(f"quantization_config.weight_block_size is {block}; this model uses [32, 32]")
-    return QuantSpec(weight_block=32, fp4_experts=q.only("expert_dtype", ("fp4", "fp8"), "fp4") == "fp4")
+    return QuantSpec(fp4_experts=q.only("expert_dtype", ("fp4", "fp8"), "fp4") == "fp4")
 
 
 def _compress_rope(text: _Fields) -> RopeSpec:
@@ -356,7 +354,6 @@ def parse_config(data: dict[str, Any]) -> ModelConfig:
         window=text.integer("sliding_window", low=1),
         moe_intermediate_size=text.integer("moe_intermediate_size", low=1),
         num_experts=num_experts,
-        num_shared_experts=1,
         experts_per_token=per_token,
         routed_scaling_factor=text.number("routed_scaling_factor"),
         norm_topk_prob=text.flag("norm_topk_prob", True),

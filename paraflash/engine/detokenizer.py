@@ -29,9 +29,7 @@ class Detokenizer:
         self.num_tokens = 0  # fed so far, up to the one that completed a stop string
         self.stopped: str | None = None
 
-    def feed(
-        self, token_ids: Sequence[int], finish_reason: str | None = None, stop_reason: int | str | None = None
-    ) -> tuple[str, str | None]:
+    def feed(self, token_ids: Sequence[int], finish_reason: str | None = None) -> tuple[str, str | None]:
         """Takes new ids; returns the text that may be shown now and the stop string if one was found.
 
         With a finish reason everything held back comes out. Where the engine stopped at a token (`stop`), that token

@@ -102,7 +102,7 @@ class LLM:
         if sample is None:
             return
         output, request = sample.output, sample.request
-        text, stop = sample.decoder.feed(delta.token_ids, delta.finish_reason, delta.stop_reason)
+        text, stop = sample.decoder.feed(delta.token_ids, delta.finish_reason)
         output.text += text
         kept = sample.decoder.num_tokens - len(output.token_ids)  # none after a stop string
         output.token_ids += delta.token_ids[:kept]

@@ -19,11 +19,11 @@ def _unset(value: Any) -> bool:
     return value in (None, False, {}, [], "", 0)
 
 
-def _anything(value: Any) -> bool:
+def anything(value: Any) -> bool:
     return True
 
 
-def _only(*values: Any) -> Callable[[Any], bool]:
+def only(*values: Any) -> Callable[[Any], bool]:
     return lambda value: value in values
 
 
@@ -63,40 +63,38 @@ FOREIGN_OPTIONS: dict[str, ForeignOption] = {
         bool, _unset, "microbatching (dual batch overlap) is not supported; raise --max-num-batched-tokens instead"
     ),
     "ubatch_size": ForeignOption(
-        int, _only(None, 0, 1), "microbatching is not supported; raise --max-num-batched-tokens instead"
+        int, only(None, 0, 1), "microbatching is not supported; raise --max-num-batched-tokens instead"
     ),
     "enable_chunked_prefill": ForeignOption(
-        bool, _only(None, True), "prefill is always chunked; raise --max-num-batched-tokens to take a prompt whole"
+        bool, only(None, True), "prefill is always chunked; raise --max-num-batched-tokens to take a prompt whole"
     ),
     "cp_kv_cache_interleave_size": ForeignOption(
-        int, _only(None, 1), "every context parallel rank holds the whole KV cache, nothing is interleaved; use 1"
+        int, only(None, 1), "every context parallel rank holds the whole KV cache, nothing is interleaved; use 1"
     ),
-    "nnodes": ForeignOption(int, _only(None, 1), _ONE_NODE),
-    "node_rank": ForeignOption(int, _only(None, 0), _ONE_NODE),
+    "nnodes": ForeignOption(int, only(None, 1), _ONE_NODE),
+    "node_rank": ForeignOption(int, only(None, 0), _ONE_NODE),
     "quantization": ForeignOption(
         str, _unset, "the checkpoint's own quantization_config decides how weights are stored; leave it out"
     ),
     "scheduling_policy": ForeignOption(
-        str, _only(None, "fcfs"), "requests are served first come, first served; use fcfs"
+        str, only(None, "fcfs"), "requests are served first come, first served; use fcfs"
     ),
-    "language_model_only": ForeignOption(
-        bool, _only(None, True), "only the language model is ever loaded; leave it on"
-    ),
+    "language_model_only": ForeignOption(bool, only(None, True), "only the language model is ever loaded; leave it on"),
     "tokenizer_mode": ForeignOption(
-        str, _only(None, "auto", "deepseek_v41"), "the tokenizer.json of the model is used; use auto or deepseek_v41"
+        str, only(None, "auto", "deepseek_v41"), "the tokenizer.json of the model is used; use auto or deepseek_v41"
     ),
     "distributed_executor_backend": ForeignOption(
-        str, _only(None, "mp"), "workers are always processes of this node; use mp"
+        str, only(None, "mp"), "workers are always processes of this node; use mp"
     ),
-    "trust_remote_code": ForeignOption(bool, _anything, "has no effect: no code of a checkpoint is ever run"),
+    "trust_remote_code": ForeignOption(bool, anything, "has no effect: no code of a checkpoint is ever run"),
     "safetensors_load_strategy": ForeignOption(
-        str, _anything, "has no effect: each rank maps the files and reads its shard"
+        str, anything, "has no effect: each rank maps the files and reads its shard"
     ),
     "compilation_config": ForeignOption(
-        dict, _anything, "has no effect: nothing is compiled by torch; --enforce-eager turns CUDA graphs off", ("-cc",)
+        dict, anything, "has no effect: nothing is compiled by torch; --enforce-eager turns CUDA graphs off", ("-cc",)
     ),
     "disable_custom_all_reduce": ForeignOption(
-        bool, _anything, "has no effect: collectives always go through NCCL or gloo"
+        bool, anything, "has no effect: collectives always go through NCCL or gloo"
     ),
 }
 
@@ -107,5 +105,5 @@ def check_foreign_options(given: dict[str, Any]) -> None:
         option = FOREIGN_OPTIONS[name]
         if not option.accepts(value):
             raise Refused(f"--{name.replace('_', '-')} {value!r}: {option.reason}")
-        if option.accepts is _anything and not _unset(value):
+        if option.accepts is anything and not _unset(value):
             logger.info("--%s %s", name.replace("_", "-"), option.reason)

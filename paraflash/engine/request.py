@@ -53,7 +53,6 @@ class Delta:
     prompt_logprobs: list[TokenLogprobs] | None = None  # of prompt tokens 1..; once, with the first token
     finish_reason: str | None = None  # stop, length, abort
     stop_reason: int | str | None = None  # the stop token id, None for end-of-sequence; why the engine aborted
-    num_prompt_tokens: int = 0
     num_output_tokens: int = 0  # so far, these included
     num_cached_tokens: int = 0  # prompt tokens whose KV came from the prefix cache
     num_preemptions: int = 0
@@ -110,10 +109,6 @@ class Request:
         return self._ids[: self.num_tokens]
 
     @property
-    def output_token_ids(self) -> list[int]:
-        return self._ids[self.prompt_len : self.num_tokens].tolist()
-
-    @property
     def num_output_tokens(self) -> int:
         return self.num_tokens - self.prompt_len
 
@@ -152,7 +147,6 @@ class Request:
             token_ids,
             finish_reason=self.finish_reason,
             stop_reason=self.stop_reason,
-            num_prompt_tokens=self.prompt_len,
             num_output_tokens=self.num_output_tokens,
             num_cached_tokens=self.num_cached_tokens,
             num_preemptions=self.num_preemptions,

@@ -163,7 +163,7 @@ class Scheduler:
         budget = self.budget
         # Decoding requests first, then prompts, both in order of arrival (the sort is stable).
         for request in sorted(self.running, key=lambda r: r.is_prefill):
-            want = self._limit(request, request.num_uncomputed, budget)
+            want = self._limit(request.num_uncomputed, budget)
             if want >= max(request.least_rows, 1) and request.state is State.RUNNING:  # not preempted a moment ago
                 rows = self._make_room(request, want, chunks)
                 if rows:
@@ -180,7 +180,7 @@ class Scheduler:
         self._steps += 1
         return StepInput(self._in_flight.step_id, [step_request for _, step_request in parts])
 
-    def _limit(self, request: Request, rows: int, budget: int) -> int:
+    def _limit(self, rows: int, budget: int) -> int:
         threshold = self.config.long_prefill_token_threshold
         return min(rows, budget, threshold) if threshold > 0 else min(rows, budget)
 
@@ -220,7 +220,7 @@ class Scheduler:
                 return
             hit = self._find_prefix(request)
             rest = request.num_tokens - hit.start
-            rows = self._limit(request, rest, budget)
+            rows = self._limit(rest, budget)
             if rows < rest and 0 < cap <= partial:
                 continue
             unheld = sum(self.pool.references(b) == 0 for b in hit.block_ids)

@@ -55,7 +55,6 @@ def simulate(setup: Setup, workload: Workload) -> tuple[float, float, StepCost]:
 
 def _why_not(
     model: ModelConfig,
-    topology: Topology,
     hardware: Hardware,
     options: MemoryOptions,
     memory: RankMemory,
@@ -87,9 +86,7 @@ def predict(
     memory = rank_memory(model, topology, hardware, options, workload.batch_budget, workload.input_len)
     setup = Setup(model, topology, hardware, efficiency, cache_records(model, options.kv_cache_dtype))
     speed, ttft, cost = simulate(setup, workload)
-    return Prediction(
-        topology, memory, speed, ttft, cost, _why_not(model, topology, hardware, options, memory, workload)
-    )
+    return Prediction(topology, memory, speed, ttft, cost, _why_not(model, hardware, options, memory, workload))
 
 
 def predict_all(

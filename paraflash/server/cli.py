@@ -16,43 +16,35 @@ from typing import Any
 from paraflash.arguments import json_object
 from paraflash.config.engine import Refused
 from paraflash.engine.flags import add_engine_flags, engine_config
-from paraflash.engine.options import ForeignOption
+from paraflash.engine.options import ForeignOption, anything, only
 
 logger = logging.getLogger("paraflash.server")
 
 
-def _anything(value: Any) -> bool:
-    return True
-
-
-def _only(*values: Any) -> Any:
-    return lambda value: value in values
-
-
 _PARSER = "deepseek-recipe parses this model's answers, always on; leave it out or name deepseek_v41"
-_PARSERS = _only("deepseek_v41", "deepseek_v4", "deepseek_v4_1", "auto", "")
+_PARSERS = only("deepseek_v41", "deepseek_v4", "deepseek_v4_1", "auto", "")
 
 # Flags of vLLM's server whose one meaning here is fixed: accepted with a log line if it is that, else refused.
 FIXED: dict[str, ForeignOption] = {
     "tool_call_parser": ForeignOption(str, _PARSERS, _PARSER),
     "reasoning_parser": ForeignOption(str, _PARSERS, _PARSER),
-    "enable_auto_tool_choice": ForeignOption(bool, _only(True), "tool_choice auto is always possible; leave it out"),
+    "enable_auto_tool_choice": ForeignOption(bool, only(True), "tool_choice auto is always possible; leave it out"),
     "enable_reasoning": ForeignOption(
-        bool, _only(True), "reasoning is always parsed; send reasoning_effort none to turn it off"
+        bool, only(True), "reasoning is always parsed; send reasoning_effort none to turn it off"
     ),
     "chat_template": ForeignOption(
-        str, _only(""), "the chat format of this model is built by deepseek-recipe, not by a template; leave it out"
+        str, only(""), "the chat format of this model is built by deepseek-recipe, not by a template; leave it out"
     ),
-    "chat_template_content_format": ForeignOption(str, _anything, "text parts and strings are both accepted"),
-    "response_role": ForeignOption(str, _only("assistant"), "answers have the role assistant; leave it out"),
-    "api_server_count": ForeignOption(int, _only(1), "one HTTP process serves the engine; use 1"),
-    "stream_interval": ForeignOption(int, _only(1), "every token is streamed when it is there; use 1"),
-    "enable_request_id_headers": ForeignOption(bool, _only(True), "x-request-id is always echoed; leave it out"),
-    "enable_server_load_tracking": ForeignOption(bool, _only(True), "/load always works; leave it out"),
-    "disable_uvicorn_access_log": ForeignOption(bool, _only(True), "there is no access log; leave it out"),
-    "disable_log_requests": ForeignOption(bool, _only(True), "requests are only logged with --enable-log-requests"),
+    "chat_template_content_format": ForeignOption(str, anything, "text parts and strings are both accepted"),
+    "response_role": ForeignOption(str, only("assistant"), "answers have the role assistant; leave it out"),
+    "api_server_count": ForeignOption(int, only(1), "one HTTP process serves the engine; use 1"),
+    "stream_interval": ForeignOption(int, only(1), "every token is streamed when it is there; use 1"),
+    "enable_request_id_headers": ForeignOption(bool, only(True), "x-request-id is always echoed; leave it out"),
+    "enable_server_load_tracking": ForeignOption(bool, only(True), "/load always works; leave it out"),
+    "disable_uvicorn_access_log": ForeignOption(bool, only(True), "there is no access log; leave it out"),
+    "disable_log_requests": ForeignOption(bool, only(True), "requests are only logged with --enable-log-requests"),
     "disable_frontend_multiprocessing": ForeignOption(
-        bool, _only(False), "the engine always runs in its own process; leave it out"
+        bool, only(False), "the engine always runs in its own process; leave it out"
     ),
 }
 

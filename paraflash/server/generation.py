@@ -128,7 +128,7 @@ class Generation:
                 metrics.prefill_done(len(choice.prompt), delta.num_cached_tokens)
             metrics.tokens_arrived(len(delta.token_ids), now, choice.last_token, self.arrival)
             choice.last_token = now
-        text, stop = choice.decoder.feed(delta.token_ids, delta.finish_reason, delta.stop_reason)
+        text, stop = choice.decoder.feed(delta.token_ids, delta.finish_reason)
         choice.text += text
         choice.finish_reason, choice.stop_reason = delta.finish_reason, delta.stop_reason
         if stop is not None:

@@ -87,8 +87,8 @@ def test_control_tokens_are_skipped_and_named_tokens_are_shown() -> None:
 
 def test_the_token_at_which_the_engine_stopped_is_not_shown_unless_asked_for() -> None:
     ids = ids_of("a") + ids_of("b")
-    assert detokenizer().feed(ids, "stop", ids[-1])[0] == "a"
-    assert detokenizer(include_stop_str_in_output=True).feed(ids, "stop", ids[-1])[0] == "ab"
+    assert detokenizer().feed(ids, "stop")[0] == "a"
+    assert detokenizer(include_stop_str_in_output=True).feed(ids, "stop")[0] == "ab"
     assert detokenizer().feed(ids, "length")[0] == "ab"
 
 
