@@ -50,7 +50,7 @@ class RecordPool:
     def __init__(
         self, record: Record, pages: int, entries: int, device: torch.device | str = "cpu", arena: Arena | None = None
     ):
-        self.record, self.pages, self.entries = record, pages, entries
+        self.record, self.entries = record, entries
         self.arena, self.first_row = arena, 0
         if arena is None:
             self.storage = torch.zeros(pages, record.page_bytes(entries), dtype=torch.uint8, device=device)

@@ -119,9 +119,6 @@ class ModelConfig:
         """Hash columns (table rows read) per token and Engram layer."""
         return (self.engram_max_ngram - 1) * self.engram_heads
 
-    def rope_of(self, layer: LayerSpec) -> RopeSpec:
-        return self.compress_rope if layer.ratio else self.window_rope
-
 
 class _Fields:
     """Reads typed fields of one JSON object and names the field in every error."""

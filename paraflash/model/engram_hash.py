@@ -66,19 +66,9 @@ def load_token_map(tokenizer_path: str | Path, model: ModelConfig) -> Ints:
     return result
 
 
-def primes(model: ModelConfig) -> Ints:
-    """[engram layers, columns]: table size of each hash column. A prime is used once over all layers and columns."""
-    return _constants(*_key(model)).primes
-
-
-def multipliers(model: ModelConfig) -> Ints:
-    """[engram layers, max_ngram]: odd factor of each look-back distance."""
-    return _constants(*_key(model)).multipliers
-
-
 def table_rows(model: ModelConfig) -> Ints:
     """[engram layers]: rows that each layer's table must have, the sum of its primes."""
-    return primes(model).sum(axis=1)
+    return constants_of(model).primes.sum(axis=1)
 
 
 def check_tables(model: ModelConfig) -> None:
@@ -111,7 +101,7 @@ def hash_windows(model: ModelConfig, mapping: Ints, windows: Ints) -> Ints:
     A look-back that is NO_TOKEN makes itself and all further ones the pad class. Ids past the tokenizer (embedding
     rows without a token) count as pad too, so that a sampled one cannot stop the engine.
     """
-    constants = _constants(*_key(model))
+    constants = constants_of(model)
     windows = np.asarray(windows, np.int64)
     if windows.ndim != 2 or windows.shape[1] != model.engram_max_ngram:
         raise ValueError(f"windows has shape {list(windows.shape)}; [n, {model.engram_max_ngram}] is needed")
@@ -125,20 +115,16 @@ def hash_windows(model: ModelConfig, mapping: Ints, windows: Ints) -> Ints:
     return np.repeat(rolls, model.engram_heads, axis=2) % constants.primes + constants.offsets
 
 
-def hash_ids(model: ModelConfig, mapping: Ints, ids: Ints, lookback: Ints) -> Ints:
-    """Table rows [n, engram layers, columns] of consecutive ids [n] of one sequence; lookback as for `make_windows`."""
-    return hash_windows(model, mapping, make_windows(ids, lookback, model.engram_max_ngram))
-
-
 @dataclass(frozen=True)
-class _Constants:
-    primes: Ints  # [layers, columns]
+class Constants:
+    primes: Ints  # [layers, columns] table size of each hash column, used once over all layers and columns
     offsets: Ints  # [layers, columns] first table row of each column
-    multipliers: Ints  # [layers, max_ngram]
+    multipliers: Ints  # [layers, max_ngram] odd factor of each look-back distance
 
 
-def _key(model: ModelConfig) -> tuple[tuple[int, ...], int, int, int, int]:
-    return (
+def constants_of(model: ModelConfig) -> Constants:
+    """Those of a model; they follow from its config alone."""
+    return _constants(
         model.engram_layers,
         model.engram_vocab_size,
         model.engram_max_ngram,
@@ -148,7 +134,7 @@ def _key(model: ModelConfig) -> tuple[tuple[int, ...], int, int, int, int]:
 
 
 @lru_cache(maxsize=8)
-def _constants(layers: tuple[int, ...], start: int, max_ngram: int, heads: int, classes: int) -> _Constants:
+def _constants(layers: tuple[int, ...], start: int, max_ngram: int, heads: int, classes: int) -> Constants:
     used: set[int] = set()
     columns = (max_ngram - 1) * heads
     table = np.zeros((len(layers), columns), np.int64)
@@ -163,7 +149,7 @@ def _constants(layers: tuple[int, ...], start: int, max_ngram: int, heads: int, 
     bound = (2**63 - 1) // classes // 2
     generators = [np.random.default_rng(_SEED_STEP * layer) for layer in layers]
     factors = [rng.integers(0, bound, max_ngram, np.int64) * 2 + 1 for rng in generators]
-    return _Constants(
+    return Constants(
         primes=table,
         offsets=np.cumsum(table, axis=1) - table,
         multipliers=np.stack(factors) if factors else np.zeros((0, max_ngram), np.int64),

@@ -69,11 +69,6 @@ def tensor_bytes(spec: TensorSpec, shape: tuple[int, ...], expand: bool = False)
     return count * (_VALUE_BYTES[spec.dtype] + 1 / scales)
 
 
-def checkpoint_bytes(model: ModelConfig) -> float:
-    """Bytes of all text tensors as stored."""
-    return sum(tensor_bytes(spec, spec.shape) for spec in tensor_table(model))
-
-
 @lru_cache(maxsize=64)
 def weight_bytes(model: ModelConfig, topology: Topology, expand: bool) -> tuple[float, float, float]:
     """(routed experts, all else, whole Engram tables) of rank 0 in bytes."""

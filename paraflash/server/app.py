@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import hmac
 import json
-import logging
 import re
 import time
 import uuid
@@ -28,8 +27,6 @@ from paraflash.server.protocol import ChatFields, ChatRequest, CompletionRequest
 from paraflash.server.respond import ClientGone, EventStream, error_of, until_disconnect
 from paraflash.server.state import ServerState
 from paraflash.server.status import page, snapshot
-
-logger = logging.getLogger("paraflash.server")
 
 _OPEN_PATHS = {"/health", "/ping", "/version", "/metrics", "/load", "/", "/status.json"}
 _ID = re.compile(r"[A-Za-z0-9._:\-]{1,128}")

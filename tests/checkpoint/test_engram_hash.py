@@ -25,26 +25,32 @@ def released() -> ModelConfig:
     )
 
 
+def hash_ids(model: ModelConfig, mapping: eh.Ints, ids: eh.Ints, lookback: eh.Ints) -> eh.Ints:
+    return eh.hash_windows(model, mapping, eh.make_windows(ids, lookback, model.engram_max_ngram))
+
+
 @pytest.mark.parametrize("folder", FOLDERS)
 def test_constants_and_ids_equal_the_golden_files(folder: str) -> None:
     model = load_config(GOLDEN / folder)
     mapping = eh.load_token_map(GOLDEN / folder / "tokenizer.json", model)
     with safe_open(GOLDEN / folder / "expected.safetensors", "np") as f:
         np.testing.assert_array_equal(mapping, f.get_tensor("engram.token_map"))
-        np.testing.assert_array_equal(eh.primes(model).reshape(-1), f.get_tensor("engram.primes").reshape(-1))
-        np.testing.assert_array_equal(eh.multipliers(model), f.get_tensor("engram.multipliers"))
+        np.testing.assert_array_equal(
+            eh.constants_of(model).primes.reshape(-1), f.get_tensor("engram.primes").reshape(-1)
+        )
+        np.testing.assert_array_equal(eh.constants_of(model).multipliers, f.get_tensor("engram.multipliers"))
         ids = f.get_tensor(f"prompt.{int(f.get_tensor('trace.prompt'))}.input_ids")
         expected = f.get_tensor("trace.engram.hash_ids")
-    np.testing.assert_array_equal(eh.hash_ids(model, mapping, ids, np.zeros(0)), expected)
+    np.testing.assert_array_equal(hash_ids(model, mapping, ids, np.zeros(0)), expected)
     for cut in (1, 2, 3, 17, len(ids) - 1):
-        rest = eh.hash_ids(model, mapping, ids[cut:], ids[max(0, cut - 3) : cut])
+        rest = hash_ids(model, mapping, ids[cut:], ids[max(0, cut - 3) : cut])
         np.testing.assert_array_equal(rest, expected[cut:])
     eh.check_tables(model)
 
 
 def test_released_constants() -> None:
     model = released()
-    table = eh.primes(model)
+    table = eh.constants_of(model).primes
     assert (table[0] - 16_000_000).tolist() == [
         *(57, 79, 81, 97, 121, 129, 133, 183),
         *(189, 207, 211, 253, 277, 289, 307, 321),
@@ -56,7 +62,7 @@ def test_released_constants() -> None:
         *(781, 799, 813, 819, 841, 877, 879, 889),
     ]
     assert eh.table_rows(model).tolist() == [384006168, 384016682]
-    assert eh.multipliers(model).tolist() == [
+    assert eh.constants_of(model).multipliers.tolist() == [
         [76632096046245, 4839876093313, 35959672319349, 73987337458391],
         [67716810739261, 51510806800915, 30921347202721, 82619226485591],
     ]
@@ -89,4 +95,4 @@ def test_another_tokenizer_or_table_size_is_refused_by_name() -> None:
     with pytest.raises(ConfigError, match=r"engram_num_embeddings is \[1040, 1787\].*\[1040, 1786\]"):
         eh.check_tables(replace(model, engram_rows=(1040, 1787)))
     with pytest.raises(ValueError, match="-3 is negative"):
-        eh.hash_ids(model, np.arange(297), np.array([-3]), np.zeros(0))
+        hash_ids(model, np.arange(297), np.array([-3]), np.zeros(0))

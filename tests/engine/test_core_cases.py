@@ -103,7 +103,7 @@ def test_a_tiny_prompt_writes_its_own_entries_and_nothing_else(tp, pcp):
 
 def written(pool: Any) -> list[int]:
     """Slots of a poisoned pool that no longer hold NaN."""
-    rows = pool.read(torch.arange(pool.pages * pool.entries))
+    rows = pool.read(torch.arange(len(pool.storage) * pool.entries))
     return rows.isfinite().all(1).nonzero()[:, 0].tolist()
 
 

@@ -13,7 +13,7 @@ from in_process import GREEDY, generate, local_engine
 
 from paraflash.config.model import ModelConfig, load_config
 from paraflash.engine.sampling_params import SamplingParams
-from paraflash.model.engram_hash import hash_ids, load_token_map
+from paraflash.model.engram_hash import hash_windows, load_token_map, make_windows
 from tests import oracle
 from training import export, tasks, testset
 from training.model import Miniature, Mode
@@ -48,7 +48,8 @@ def _trainer_logits(folder: Path, ids: list[int], mode: Mode) -> torch.Tensor:
     model, config = _stored_model(folder)
     mapping = load_token_map(folder / "tokenizer.json", config)
     row = torch.tensor(ids)
-    rows = torch.from_numpy(hash_ids(config, mapping, row.numpy(), row.numpy()[:0]))
+    windows = make_windows(row.numpy(), row.numpy()[:0], config.engram_max_ngram)
+    rows = torch.from_numpy(hash_windows(config, mapping, windows))
     with torch.no_grad():
         return model(row[None], rows[None], mode)[0][0]
 

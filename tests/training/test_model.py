@@ -7,7 +7,7 @@ import torch
 from safetensors.torch import load_file
 
 from paraflash.config.model import load_config
-from paraflash.model.engram_hash import hash_ids, load_token_map
+from paraflash.model.engram_hash import hash_windows, load_token_map, make_windows
 from tests import oracle
 from training.model import Miniature, Mode
 from training.weights import from_checkpoint, to_checkpoint
@@ -28,7 +28,8 @@ def _load(folder: Path) -> Miniature:
 def _hashes(folder: Path, ids: torch.Tensor) -> torch.Tensor:
     config = load_config(folder)
     mapping = load_token_map(folder / "tokenizer.json", config)
-    return torch.stack([torch.from_numpy(hash_ids(config, mapping, row.numpy(), row.numpy()[:0])) for row in ids])
+    windows = [make_windows(row.numpy(), row.numpy()[:0], config.engram_max_ngram) for row in ids]
+    return torch.stack([torch.from_numpy(hash_windows(config, mapping, w)) for w in windows])
 
 
 @pytest.mark.parametrize("length", [1, 2, 17, 130])
