@@ -21,9 +21,10 @@ from paraflash.config.engine import EngineConfig
 from paraflash.config.model import ModelConfig, load_config, parse_config
 from paraflash.engine.defaults import resolve
 from paraflash.engine.replay import certain_rows, drops_rows, kept_rows
-from paraflash.planner.cost import Efficiency, RecordBytes, Setup, Topology, step_cost
+from paraflash.planner.cost import Efficiency, RecordBytes, Setup, step_cost
 from paraflash.planner.hardware import load_hardware
 from paraflash.planner.workload import Chunk, Step
+from paraflash.topology import Topology
 
 
 def chunks_of(length: int, budget: int) -> list[Chunk]:

@@ -8,7 +8,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from paraflash.bench.topology import parse_topology
+from paraflash.topology import parse_topology
 
 if TYPE_CHECKING:
     from paraflash.bench.report import Sweep
@@ -58,7 +58,7 @@ def _lines(sweep: Sweep, key: str, along: str) -> tuple[Any, bool]:
             points = [(x, v) for x, v in zip(ticks, values, strict=True) if v is not None]
             if points:
                 drawn = True
-                axis.plot(*zip(*points, strict=True), label=parse_topology(name).title, **_style(i))
+                axis.plot(*zip(*points, strict=True), label=str(parse_topology(name)), **_style(i))
         axis.set_title(f"concurrency {other}" if by_input else f"input length {other}", fontsize=10)
         axis.set_xscale("log", base=2)
         axis.set_xticks(ticks, [str(x) for x in ticks])
@@ -81,17 +81,17 @@ def _scaling(sweep: Sweep) -> tuple[Any, bool]:
                 points.append((x + (i - (len(others) - 1) / 2) * width, value / reference))
         if points:
             topology = parse_topology(name)
-            label = f"{topology.title} ({topology.ranks} rank{'s' if topology.ranks > 1 else ''})"
+            label = f"{topology} ({topology.world} rank{'s' if topology.world > 1 else ''})"
             bars = axis.bar(
                 *zip(*points, strict=True), width * 0.92, label=label, color=_COLORS[(i + 1) % len(_COLORS)]
             )
             axis.bar_label(bars, fmt="%.2f", fontsize=8)
             drawn = True
     first = parse_topology(base)
-    axis.axhline(1.0, color=_COLORS[0], linewidth=1.2, label=f"{first.title} ({first.ranks} ranks)")
+    axis.axhline(1.0, color=_COLORS[0], linewidth=1.2, label=f"{first} ({first.world} ranks)")
     axis.set_xticks(range(len(sweep.shapes)), [f"{n}\nx {c}" for n, c in sweep.shapes])
     axis.set_xlabel("input length x concurrency")
-    axis.set_ylabel(f"input throughput / {first.title}")
+    axis.set_ylabel(f"input throughput / {first}")
     return figure, drawn
 
 

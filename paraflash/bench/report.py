@@ -14,7 +14,7 @@ from statistics import mean, pstdev
 from typing import Any
 
 from paraflash.bench.plots import draw_plots
-from paraflash.bench.topology import parse_topology
+from paraflash.topology import parse_topology
 
 # title, key of the result, whether it needs more than one output token
 TABLES = (
@@ -69,7 +69,7 @@ class Sweep:
 
 
 def title_of(name: str) -> str:
-    return parse_topology(name).title
+    return str(parse_topology(name))
 
 
 def read_sweep(out: Path) -> Sweep:
@@ -106,8 +106,8 @@ def _topology_table(sweep: Sweep) -> Part:
         ready = state.get("ready_seconds")
         part.rows.append(
             [
-                topology.title,
-                str(topology.ranks),
+                str(topology),
+                str(topology.world),
                 "-" if ready is None else f"{ready:.1f}",
                 f"{measured} of {len(sweep.shapes)}",
                 "ok" if not problems else "FAILED: " + "; ".join(problems),

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from paraflash.bench.flags import count_from, positive
-from paraflash.bench.topology import Topology, all_splits, parse_topology
+from paraflash.topology import Topology, all_splits, parse_topology
 
 if TYPE_CHECKING:
     import httpx
@@ -206,13 +206,13 @@ async def run_topology(
     base_url = f"http://127.0.0.1:{port}"
     command = runnable(server_command(settings, topology, port))
     server = ServerProcess(command, args.out / "logs" / f"{topology.name}.log", base_url)
-    print(f"{topology.title}: starting {shlex.join(server_command(settings, topology, port))}", flush=True)
+    print(f"{topology}: starting {shlex.join(server_command(settings, topology, port))}", flush=True)
     waiting = list(cells)
     try:
         server.start()
         async with http.open_client(base_url) as client:
             state["ready_seconds"] = round(await server.wait_ready(client, args.start_timeout), 1)
-            print(f"{topology.title}: ready after {state['ready_seconds']} s", flush=True)
+            print(f"{topology}: ready after {state['ready_seconds']} s", flush=True)
             entries = await http.models(client)
             model = entries[0]["id"]
             pool = await find_pool(client, settings.model, entries, settings.vocab_size, settings.tokenizer)
@@ -220,12 +220,12 @@ async def run_topology(
                 record = await measure_cell(server, client, settings, cell, pool, model, args.cell_timeout)
                 write_json(cell.path(args.out), record)
                 waiting.remove(cell)
-                print(f"{topology.title} {cell.label}: {_one_line(record)}", flush=True)
+                print(f"{topology} {cell.label}: {_one_line(record)}", flush=True)
                 await server.check_alive(client)
         state |= {"status": "ok", "reason": None}
     except (ServerLost, http.ServerProblem, NoVocabulary) as problem:
         state |= {"status": "failed", "reason": str(problem)}
-        print(f"{topology.title}: FAILED, {problem}", flush=True)
+        print(f"{topology}: FAILED, {problem}", flush=True)
         for cell in waiting:
             record = {"topology": topology.name, "input_len": cell.input_len, "concurrency": cell.concurrency}
             write_json(cell.path(args.out), record | {"status": "failed", "reason": str(problem), "result": None})
@@ -287,7 +287,7 @@ def run(args: argparse.Namespace) -> int:
             cells = [Cell(topology, n, c) for n in args.input_lens for c in args.concurrencies]
             pending = [cell for cell in cells if not finished(cell, args.out)]
             if not pending:
-                print(f"{topology.title}: all {len(cells)} cells are finished already", flush=True)
+                print(f"{topology}: all {len(cells)} cells are finished already", flush=True)
                 continue
             shown = shlex.join(server_command(settings, topology, "PORT"))
             mine = state["topologies"][topology.name] = {"tp": topology.tp, "pcp": topology.pcp, "command": shown}

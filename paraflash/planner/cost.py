@@ -15,6 +15,7 @@ from paraflash.checkpoint.tensors import Shard, shard_slices, tensor_table
 from paraflash.config.model import LayerSpec, ModelConfig
 from paraflash.planner.hardware import Hardware, exchange_bytes, exchange_seconds
 from paraflash.planner.workload import Chunk, Step, key_counts, layer_chunks
+from paraflash.topology import Topology
 
 BF16 = 2
 FP4 = 0.5 + 1 / 32  # a packed value and its share of a scale byte
@@ -29,19 +30,6 @@ class Efficiency:
 
     experts: float
     compute: float
-
-
-@dataclass(frozen=True)
-class Topology:
-    tp: int
-    pcp: int
-
-    @property
-    def world(self) -> int:
-        return self.tp * self.pcp
-
-    def __str__(self) -> str:
-        return f"TP{self.tp}/PCP{self.pcp}"
 
 
 @dataclass(frozen=True)

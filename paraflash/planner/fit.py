@@ -15,10 +15,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from paraflash.config.model import ModelConfig
-from paraflash.planner.cost import Efficiency, RecordBytes, Setup, Topology
+from paraflash.planner.cost import Efficiency, RecordBytes, Setup
 from paraflash.planner.hardware import RELEASED_FILE, Hardware, read_entries
 from paraflash.planner.predict import simulate
 from paraflash.planner.workload import Workload
+from paraflash.topology import Topology
 
 PUBLISHED_FILE = Path(__file__).with_name("published.json")
 PUBLISHED_RECORDS = RecordBytes(window=584, latent=584, index=132)  # the fp8_ds_mla cache of those runs

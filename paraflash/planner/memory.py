@@ -13,8 +13,9 @@ from functools import lru_cache
 from paraflash.checkpoint.tensors import Shard, TensorSpec, shard_slices, tensor_table
 from paraflash.config.engine import BLOCK_SIZE
 from paraflash.config.model import ModelConfig
-from paraflash.planner.cost import BF16, HEAD_TILE, RecordBytes, Topology
+from paraflash.planner.cost import BF16, HEAD_TILE, RecordBytes
 from paraflash.planner.hardware import Hardware
+from paraflash.topology import Topology
 
 _VALUE_BYTES = {"bf16": 2.0, "f32": 4.0, "fp8": 1.0, "fp4": 0.5, "engram": 1.0}
 DENSE_WEIGHTS = ("bf16", "fp8")

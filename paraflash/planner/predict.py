@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass
 
 from paraflash.config.model import ModelConfig
-from paraflash.planner.cost import Efficiency, Setup, StepCost, Topology, step_cost
+from paraflash.planner.cost import Efficiency, Setup, StepCost, step_cost
 from paraflash.planner.hardware import Hardware
 from paraflash.planner.memory import MemoryOptions, RankMemory, cache_records, rank_memory
 from paraflash.planner.workload import Workload, steps
+from paraflash.topology import Topology, all_splits
 
 # Shares of the FLOP ceilings. marlin and humming: fitted to published runs of another engine on 8 x H20 by
 # `python -m paraflash.planner.fit`, so they hold its routing imbalance and host gaps too. kernels: what single kernels
@@ -31,13 +31,6 @@ class Prediction:
     mean_ttft: float = 0.0
     cost: StepCost | None = None
     refused: str = ""
-
-
-def splits(num_gpus: int) -> Iterator[Topology]:
-    """All TP x PCP splits of a world, the largest TP first."""
-    for pcp in range(1, num_gpus + 1):
-        if num_gpus % pcp == 0:
-            yield Topology(num_gpus // pcp, pcp)
 
 
 def simulate(setup: Setup, workload: Workload) -> tuple[float, float, StepCost]:
@@ -102,7 +95,7 @@ def predict_all(
         raise ValueError(
             f"--num-gpus is {num_gpus}; 1 to {hardware.gpus_per_node} of {hardware.name} stand in one node"
         )
-    return [predict(model, topology, hardware, workload, efficiency, options) for topology in splits(num_gpus)]
+    return [predict(model, topology, hardware, workload, efficiency, options) for topology in all_splits(num_gpus)]
 
 
 def recommend(predictions: list[Prediction]) -> Prediction | None:

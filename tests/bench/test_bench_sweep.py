@@ -12,8 +12,8 @@ import pytest
 
 from paraflash.bench.report import read_sweep, to_markdown
 from paraflash.bench.server_process import ServerLost, ServerProcess, free_port
-from paraflash.bench.topology import Topology, all_splits, parse_topology
 from paraflash.cli import main
+from paraflash.topology import Topology, all_splits, parse_topology
 
 FAKE = f"{sys.executable} {Path(__file__).with_name('fake_openai.py')} --port {{port}} --tp {{tp}} --pcp {{pcp}}"
 
@@ -232,5 +232,5 @@ def test_bad_topology_names_are_refused(text):
 
 
 def test_world_gives_every_split_from_pure_tp_on():
-    assert [t.title for t in all_splits(4)] == ["TP4/PCP1", "TP2/PCP2", "TP1/PCP4"]
-    assert [t.title for t in all_splits(6)] == ["TP6/PCP1", "TP3/PCP2", "TP2/PCP3", "TP1/PCP6"]
+    assert [str(t) for t in all_splits(4)] == ["TP4/PCP1", "TP2/PCP2", "TP1/PCP4"]
+    assert [str(t) for t in all_splits(6)] == ["TP6/PCP1", "TP3/PCP2", "TP2/PCP3", "TP1/PCP6"]

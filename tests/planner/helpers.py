@@ -8,9 +8,10 @@ from pathlib import Path
 
 from paraflash.config.model import ModelConfig
 from paraflash.planner.cli import read_model
-from paraflash.planner.cost import Efficiency, RecordBytes, Setup, Topology
+from paraflash.planner.cost import Efficiency, RecordBytes, Setup
 from paraflash.planner.hardware import RELEASED_FILE, Hardware, read_entries
 from paraflash.planner.workload import Step
+from paraflash.topology import Topology
 
 DATA = Path(__file__).parent.parent / "data"
 CONFIG = DATA / "released_config.json"

@@ -8,7 +8,6 @@ from dataclasses import replace
 import pytest
 
 from paraflash.planner.cost import (
-    Topology,
     all_reduce_term,
     attention_term,
     engram_term,
@@ -24,6 +23,7 @@ from paraflash.planner.cost import (
 )
 from paraflash.planner.hardware import exchange_bytes, exchange_seconds
 from paraflash.planner.workload import Workload, key_counts, layer_chunks, steps
+from paraflash.topology import Topology
 
 from .helpers import hardware, one_layer, released, setup, step
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import pytest
 
 from paraflash.checkpoint.tensors import tensor_table
-from paraflash.planner.cost import Topology
 from paraflash.planner.memory import (
     MemoryOptions,
     cache_records,
@@ -15,6 +14,7 @@ from paraflash.planner.memory import (
     weight_bytes,
     window_bytes,
 )
+from paraflash.topology import Topology
 
 from .helpers import hardware, released
 

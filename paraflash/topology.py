@@ -1,4 +1,4 @@
-"""Names of TP x PCP splits, as a sweep takes and prints them: `tp8`, `tp4pcp2`, `pcp2`."""
+"""TP x PCP splits and their names, as a sweep and the planner take and print them: `tp8`, `tp4pcp2`, `pcp2`."""
 
 from __future__ import annotations
 
@@ -12,15 +12,14 @@ class Topology:
     pcp: int
 
     @property
-    def ranks(self) -> int:
+    def world(self) -> int:
         return self.tp * self.pcp
 
     @property
     def name(self) -> str:
         return f"tp{self.tp}pcp{self.pcp}"
 
-    @property
-    def title(self) -> str:
+    def __str__(self) -> str:
         return f"TP{self.tp}/PCP{self.pcp}"
 
 
