@@ -8,7 +8,7 @@ or the *open row* kept from an earlier step. As in the window plan the indices p
 
 Example, tokens 5..8 of one request after 5 computed ones, P=2, chunks 5 6 | 7 8: token 5 is odd and pairs with open
 row 4; token 7 is the first row of rank 1 and pairs with boundary row 6; token 8 is even and becomes the open row.
-Pure numpy, model.md 3.7 and pcp.md "Ratio-2 groups".
+Pure numpy, model.md 3.7 and docs/pcp.md "Ratio-2 pairs".
 """
 
 from __future__ import annotations

@@ -69,7 +69,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--moe-backend", default="marlin", choices=tuple(EFFICIENCIES), help="which efficiency factors (default marlin)"
     )
     parser.add_argument(
-        "--swa-bounded-replay", action=argparse.BooleanOptionalAction, default=True, help="model.md 5.2"
+        "--swa-bounded-replay",
+        action=argparse.BooleanOptionalAction,
+        default=True,
+        help="run the decoder layers of a prompt on its trailing window only",
     )
     parser.add_argument("--hardware-file", type=Path, default=USER_FILE, help=f"your own entries (default {USER_FILE})")
     parser.add_argument(

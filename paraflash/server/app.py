@@ -266,8 +266,8 @@ def _add_operation_routes(app: FastAPI, state: ServerState) -> None:
     def health() -> Response:
         return Response(status_code=200 if state.engine.dead is None and not state.draining else 503)
 
-    for path, methods in (("/health", ["GET"]), ("/ping", ["GET", "POST"])):
-        app.add_api_route(path, health, methods=methods, responses={503: _ERRORS[503]})
+    for path, method in (("/health", "GET"), ("/ping", "GET"), ("/ping", "POST")):
+        app.add_api_route(path, health, methods=[method], responses={503: _ERRORS[503]})
 
     @app.get("/version")
     async def version() -> Response:
