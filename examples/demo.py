@@ -14,9 +14,8 @@ from pathlib import Path
 from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parents[1]))  # training is a folder of scripts, not an installed package
-from training.evaluate import CHECKPOINT, PROBLEMS, SPARE_TOKENS, Problem, is_right, read_problems
+from training.evaluate import CHECKPOINT, PROBLEMS, Problem, is_right, read_problems, request_of
 from training.tasks import TASKS
-from training.vocabulary import ASSISTANT, BOS, END_THINK, USER
 
 TOPOLOGIES = [(1, 1), (2, 1), (1, 2), (2, 2)]
 LONG_QUESTION = 5000  # characters at most; about 2,000 tokens
@@ -48,12 +47,7 @@ def run_topology(problems: list[Problem], tp: int, pcp: int) -> dict[str, Any]:
         enable_prefix_caching=False,
     ) as llm:
         tokenizer = llm.get_tokenizer()
-
-        def ids(text: str) -> list[int]:
-            return tokenizer.encode(text, add_special_tokens=False).ids
-
-        prompts = [{"prompt_token_ids": ids(f"{BOS}{USER}{p.question}{ASSISTANT}{END_THINK}")} for p in problems]
-        params = [SamplingParams(temperature=0.0, max_tokens=len(ids(p.answer)) + 1 + SPARE_TOKENS) for p in problems]
+        prompts, params = map(list, zip(*(request_of(tokenizer, p) for p in problems), strict=True))
         llm.generate(prompts[-2:], params[-2:], use_tqdm=False)  # warm-up
         start = time.perf_counter()
         llm.generate(prompts[:1], SamplingParams(temperature=0.0, max_tokens=1), use_tqdm=False)

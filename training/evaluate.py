@@ -86,20 +86,25 @@ def is_right(problem: Problem, reply: str) -> bool:
     return reply.strip() == problem.answer.strip()
 
 
-def ask(llm: Any, problems: Sequence[Problem]) -> list[tuple[str, int, int]]:
-    """Greedy replies of a running `LLM`, each problem as one user turn without thinking: (text, prompt tokens, output
-    tokens). They are sent in a mixed order, so that short prompts decode while long ones are read."""
+def request_of(tokenizer: Any, problem: Problem) -> tuple[dict[str, list[int]], Any]:
+    """A problem as one user turn without thinking, and greedy parameters with room for its answer."""
     from paraflash import SamplingParams
 
+    def ids(text: str) -> list[int]:
+        return list(tokenizer.encode(text, add_special_tokens=False).ids)
+
+    longest = len(ids(problem.answer)) + 1 + SPARE_TOKENS
+    prompt = {"prompt_token_ids": ids(f"{BOS}{USER}{problem.question}{ASSISTANT}{END_THINK}")}
+    return prompt, SamplingParams(temperature=0.0, max_tokens=longest)
+
+
+def ask(llm: Any, problems: Sequence[Problem]) -> list[tuple[str, int, int]]:
+    """Greedy replies of a running `LLM`: (text, prompt tokens, output tokens). Problems are sent in a mixed order, so
+    that short prompts decode while long ones are read."""
     tokenizer = llm.get_tokenizer()
     order = Random(0).sample(range(len(problems)), len(problems))
-    prompts, params = [], []
-    for p in (problems[i] for i in order):
-        text = f"{BOS}{USER}{p.question}{ASSISTANT}{END_THINK}"
-        prompts.append({"prompt_token_ids": tokenizer.encode(text, add_special_tokens=False).ids})
-        longest = len(tokenizer.encode(p.answer, add_special_tokens=False).ids) + 1 + SPARE_TOKENS
-        params.append(SamplingParams(temperature=0.0, max_tokens=longest))
-    outputs = dict(zip(order, llm.generate(prompts, params, use_tqdm=sys.stderr.isatty()), strict=True))
+    prompts, params = zip(*(request_of(tokenizer, problems[i]) for i in order), strict=True)
+    outputs = dict(zip(order, llm.generate(list(prompts), list(params), use_tqdm=sys.stderr.isatty()), strict=True))
     found = [outputs[i] for i in range(len(problems))]
     return [(o.outputs[0].text, len(o.prompt_token_ids), len(o.outputs[0].token_ids)) for o in found]
 

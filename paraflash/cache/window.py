@@ -146,19 +146,29 @@ def plan_window(
     )
 
 
+def one_row_each(
+    spans: Sequence[Span], sources: Sequence[Sequence[Segment]], rank: int
+) -> tuple[list[Span], slice, Ints]:
+    """Of a step that has one row of each request: the spans of all rows, rank-major as gathered; which of them are this
+    rank's; and where each row lies in [ local | sent by all ranks ]."""
+    every = [spans[s.request] for segments in sources for s in segments]
+    before, n = sum(map(len, sources[:rank])), len(sources[rank])
+    row = np.arange(len(every))
+    return every, slice(before, before + n), np.where((row >= before) & (row < before + n), row - before, n + row)
+
+
 def plan_decode_window(
     spans: Sequence[Span], sources: Sequence[Sequence[Segment]], rank: int, window: int
 ) -> WindowPlan:
     """As `plan_window` where each request has one row, but with shapes that do not depend on positions: all W-1 ring
     rows before a row are among the keys, also where the window does not reach so far."""
     reach = window - 1
-    every = [spans[s.request] for segments in sources for s in segments]  # rank-major, as gathered
-    counts = tuple(len(segments) for segments in sources)
-    before, n = sum(counts[:rank]), counts[rank]
+    every, own, place = one_row_each(spans, sources, rank)
+    counts, n = tuple(map(len, sources)), len(sources[rank])
     start = np.array([s.start for s in every], np.int64)
     ring = np.array([s.slot for s in every], np.int64) * window
     bound = np.array([max(s.window_start, 0) for s in every], np.int64)
-    own, row, local = slice(before, before + n), np.arange(len(every)), np.arange(n)
+    local = np.arange(n)
     prior = start[own, None] - reach + np.arange(reach)
     table = np.column_stack([np.arange(n * reach).reshape(n, reach), n * reach + local])
     table[:, :reach][prior < bound[own, None]] = -1
@@ -171,8 +181,7 @@ def plan_decode_window(
         table=table.reshape(-1),
         row_start=local * window,
         window=window,
-        # Rows of this rank are local ones; those of others lie behind, where the sent rows of all ranks are.
-        tail_rows=np.where((row >= before) & (row < before + n), row - before, n + row)[:stays],
+        tail_rows=place[:stays],
         tail_slots=(ring + start % window)[:stays],
     )
 

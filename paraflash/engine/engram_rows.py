@@ -17,6 +17,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from paraflash.checkpoint.engram_table import check_ids
+from paraflash.parallel.exchange import RowGather
 
 THREADS = min(8, os.cpu_count() or 1)  # random reads of host memory: more do not help
 PIECE = 4096  # rows that a thread gathers at a time
@@ -33,10 +34,10 @@ class EngramRows:
             self._senders = ThreadPoolExecutor(1, "engram-send")
             self._stream = torch.cuda.Stream(device)
 
-    def start(self, ids: NDArray[np.integer], padded_rows: int = 0) -> Callable[[int], Tensor]:
+    def start(self, ids: NDArray[np.integer], everyone: RowGather | None = None) -> Callable[[int], Tensor]:
         """Begins the lookups of a step; the result gives the rows of the n-th Engram layer. Raises IndexError.
 
-        padded_rows is for tables that need an exchange (`EngramShards`); here every rank has all rows.
+        `everyone` is for tables that need an exchange (`EngramShards`); here every rank has all rows.
         """
         if not self._ahead:
             return lambda n: self.tables[n].lookup(ids[:, n]).flatten(1).to(self.device)

@@ -16,6 +16,8 @@ from torch import Tensor
 
 from paraflash.checkpoint.engram_table import EngramTable, check_ids
 from paraflash.checkpoint.memory import check_memory
+from paraflash.model.inputs import to_device
+from paraflash.parallel.exchange import RowGather, sum_over_tp
 from paraflash.parallel.mesh import Mesh
 
 PIECE = 1 << 18  # rows copied to a device at a time
@@ -64,20 +66,9 @@ class EngramShards:
     def nbytes(self) -> int:
         return sum(shard.nbytes for shard in self._shards)
 
-    def start(self, ids: NDArray[np.integer], padded_rows: int) -> Callable[[int], Tensor]:
-        """As `EngramRows.start`. padded_rows: rows of the PCP rank with most; sums have that shape on all ranks."""
+    def start(self, ids: NDArray[np.integer], everyone: RowGather) -> Callable[[int], Tensor]:
+        """As `EngramRows.start`; everyone: the step's rows of all PCP ranks, which give the sums a common shape."""
         checked = np.stack([check_ids(ids[:, n], table.rows) for n, table in enumerate(self.tables)])
-        on_host = torch.from_numpy(checked)
-        if self._mesh.device.type == "cuda":
-            on_host = on_host.pin_memory()  # a copy from other memory waits for all that the GPU still has to do
-        on_device = on_host.to(self._mesh.device, non_blocking=True)
-        found = [self._summed(s.lookup(on_device[n]).flatten(1), padded_rows) for n, s in enumerate(self._shards)]
-        return found.__getitem__
-
-    def _summed(self, rows: Tensor, padded_rows: int) -> Tensor:
-        tp = self._mesh.tp
-        if tp.size == 1:
-            return rows
-        missing = padded_rows - len(rows)
-        padded = torch.nn.functional.pad(rows, (0, 0, 0, missing)) if missing else rows
-        return tp.all_reduce(padded, "engram")[: len(rows)]
+        on_device = to_device(torch.from_numpy(checked), self._mesh.device)
+        parts = [shard.lookup(on_device[n]).flatten(1) for n, shard in enumerate(self._shards)]
+        return [sum_over_tp(self._mesh.tp, part, everyone, "engram") for part in parts].__getitem__

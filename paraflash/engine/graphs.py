@@ -62,7 +62,7 @@ class StepGraphs:
         if recorded is None and self._repeats(packed.signature):
             recorded = self._record(packed, [engram(n) for n in range(engram_layers)], forward)
         if recorded is None:
-            return forward(packed.on(packed.host.to(self._mesh.device, non_blocking=True)), engram)
+            return forward(packed.sent_to(self._mesh.device), engram)
         self._graphs.move_to_end(packed.signature)
         recorded.index.copy_(packed.host, non_blocking=True)
         for n, rows in enumerate(recorded.engram):

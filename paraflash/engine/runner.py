@@ -32,9 +32,10 @@ from paraflash.engine.graphs import StepGraphs, cuda_capture
 from paraflash.engine.messages import Sampled, SampleSpec, StepInput, StepOutput, StepRequest, TokenLogprobs
 from paraflash.engine.sampler import prompt_logprobs, sample
 from paraflash.kernels import make_kernels
+from paraflash.kernels.sizes import power_of_2
 from paraflash.model import engram_hash
-from paraflash.model.batch import LocalBatch, build_batch, build_trailing, plan_of, power_of_2
-from paraflash.model.inputs import Inputs, Packed, step_shape
+from paraflash.model.batch import LocalBatch, build_batch, build_trailing, plan_of
+from paraflash.model.inputs import Inputs, Packed, step_shape, to_device
 from paraflash.model.transformer import Transformer, no_probe
 from paraflash.model.weights import Numerics
 from paraflash.parallel.exchange import RowGather
@@ -225,7 +226,7 @@ class ModelRunner:
         spans = spans_of(requests)
         plan = plan_of(spans, mesh.pcp.size)
         local = plan.rows[mesh.pcp.rank]
-        engram = self._engram_rows(requests, local, max(map(len, plan.rows)))
+        engram = self._engram_rows(requests, local, RowGather(mesh.pcp, [len(r) for r in plan.rows], "engram"))
         batch = build_batch(spans, plan, model, mesh, size, spare_slot=spare_slot)
         kept = [
             s.length if r.kept_rows < 0 else min(r.kept_rows, s.length) for r, s in zip(requests, spans, strict=True)
@@ -240,8 +241,7 @@ class ModelRunner:
             packed = Packed(inputs, pinned=mesh.device.type == "cuda")
             hidden = graphs.run(packed, engram, len(self.engram.tables), self._forward)
         elif mesh.device.type == "cuda":
-            packed = Packed(inputs, pinned=True)
-            hidden = self._forward(packed.on(packed.host.to(mesh.device, non_blocking=True)), engram)
+            hidden = self._forward(Packed(inputs, pinned=True).sent_to(mesh.device), engram)
         else:
             hidden = self._forward(inputs, engram)
         self.progress()
@@ -257,7 +257,7 @@ class ModelRunner:
         )
 
     def _engram_rows(
-        self, requests: Sequence[StepRequest], local: np.ndarray, padded_rows: int
+        self, requests: Sequence[StepRequest], local: np.ndarray, everyone: RowGather
     ) -> Callable[[int], Tensor]:
         """Look-up of this step's Engram rows by layer ordinal. Ids are known on every rank: they need no exchange."""
         model = self.model_config
@@ -266,7 +266,7 @@ class ModelRunner:
         windows = [engram_hash.make_windows(r.token_ids, r.lookback, model.engram_max_ngram) for r in requests]
         ids = engram_hash.hash_windows(model, self.token_map, np.concatenate(windows)[local])
         self.transformer.probe("engram.hash_ids", ids)
-        return self.engram.start(ids, padded_rows)
+        return self.engram.start(ids, everyone)
 
     def _finish(self, step: StepInput, hidden: Tensor, batch: LocalBatch) -> StepOutput | None:
         """Gathers the rows whose logits are wanted and turns them into tokens on rank 0."""
@@ -317,10 +317,7 @@ def rows_at(x: Tensor, index: np.ndarray) -> Tensor:
     first, count = (int(index[0]) if len(index) else 0), len(index)
     if np.array_equal(index, np.arange(first, first + count)):
         return x[first : first + count]
-    host = torch.from_numpy(index)
-    if x.is_cuda:
-        host = host.pin_memory()  # a copy from other memory waits for all that the GPU still has to do
-    return x[host.to(x.device, non_blocking=True)]
+    return x[to_device(torch.from_numpy(index), x.device)]
 
 
 def padded_rows(rows: int, ranks: int) -> int:

@@ -18,6 +18,7 @@ from torch import Tensor
 from paraflash.cache.window import Span, WindowPlan, plan_decode_window, plan_window
 from paraflash.config.model import ModelConfig
 from paraflash.kernels.interface import HOST_ONLY, IndexRows, Rotary
+from paraflash.kernels.sizes import power_of_2
 from paraflash.model.linkage import EntryPlan, plan_decode_entries, plan_entries
 from paraflash.model.rope import rotary
 from paraflash.parallel.exchange import Outbox, RowGather
@@ -249,11 +250,6 @@ def _index_rows(
         )
 
     return {ratio: of_ratio(ratio) for ratio in ratios}
-
-
-def power_of_2(n: int) -> int:
-    """The least power of two that is at least n (1 for n < 1)."""
-    return 1 << max(0, n - 1).bit_length()
 
 
 def trailing_spans(spans: Sequence[Span], kept: Sequence[int], window: int) -> list[Span]:

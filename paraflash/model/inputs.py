@@ -42,11 +42,18 @@ def step_shape(spans: Sequence[Span], kept: Sequence[int], window: int) -> tuple
     )
 
 
+def to_device(host: Tensor, device: torch.device) -> Tensor:
+    """A copy on `device` that the host does not wait for."""
+    if device.type == "cuda" and not host.is_pinned():
+        host = host.pin_memory()  # a copy from other memory waits for all that the GPU still has to do
+    return host.to(device, non_blocking=True)
+
+
 class Packed:
     """`inputs`, whose tensors are int64 on the host."""
 
     def __init__(self, inputs: Inputs, pinned: bool = False):
-        """pinned: for copies to a GPU; one from other memory waits for all that the GPU still has to do."""
+        """pinned: for copies to a GPU (see `to_device`)."""
         leaves: dict[int, tuple[int, Tensor]] = {}  # id -> place in `host`; a tensor in two fields is there once
         notes: list[Hashable] = []
         size = 0
@@ -64,6 +71,10 @@ class Packed:
         into = self.host.numpy()
         for at, x in leaves.values():
             into[at : at + x.numel()] = x.numpy().reshape(-1)
+
+    def sent_to(self, device: torch.device) -> Inputs:
+        """The inputs in a copy of their own on `device`."""
+        return self.on(to_device(self.host, device))
 
     def on(self, buffer: Tensor) -> Inputs:
         """The inputs as views of `buffer`, a copy of `host`."""

@@ -19,7 +19,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from paraflash.cache.window import Span, concat
+from paraflash.cache.window import Span, concat, one_row_each
 from paraflash.parallel.plan import Segment
 
 Ints = NDArray[np.int64]
@@ -147,13 +147,12 @@ def plan_decode_entries(
     and leaves one. An odd position needs the first: what it leaves goes to `spare_slot`. An even one needs the second:
     its entry, of its own row twice, goes to block 0.
     """
-    every = [spans[s.request] for segments in sources for s in segments]  # rank-major, as gathered
-    counts = tuple(len(segments) for segments in sources)
-    before, n = sum(counts[:rank]), counts[rank]
+    every, own, place = one_row_each(spans, sources, rank)
+    counts, n = tuple(map(len, sources)), len(sources[rank])
     position = np.array([s.start for s in every], np.int64)
     slot = np.array([s.slot for s in every], np.int64)
     block = np.array([s.block_ids[s.start // block_size] for s in every], np.int64)
-    own, row, local = slice(before, before + n), np.arange(len(every)), np.arange(n)
+    local = np.arange(n)
     entry, per_block = position // ratio, block_size // ratio
     written = position >= np.array([s.write_start for s in every], np.int64)
     slots = np.where(written, block * per_block + entry % per_block, 0)
@@ -166,8 +165,7 @@ def plan_decode_entries(
         send_counts=counts if sends else (0,),
         first=np.where(odd[own], local, n + local),
         second=n + local,
-        # Rows of this rank are local ones; those of others lie behind, where the sent rows of all ranks are.
-        keep_rows=np.where((row >= before) & (row < before + n), row - before, n + row),
+        keep_rows=place,
         keep_slots=np.where(odd, spare_slot, slot),
     )
     return EntryPlan(counts, local, entry[own], np.where(odd, slots, 0), pairs)

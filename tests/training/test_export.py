@@ -6,19 +6,16 @@ from pathlib import Path
 
 import pytest
 import torch
-from safetensors.torch import load_file
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "engine"))
 from in_process import GREEDY, generate, local_engine
+from stored import stored_model
 
-from paraflash.config.model import ModelConfig, load_config
 from paraflash.engine.sampling_params import SamplingParams
 from paraflash.model.engram_hash import hash_windows, load_token_map, make_windows
-from tests import oracle
 from training import export, tasks, testset
 from training.model import Miniature, Mode
 from training.train import prepare, save
-from training.weights import from_checkpoint
 
 
 @pytest.fixture(scope="module")
@@ -34,18 +31,8 @@ def folder(tmp_path_factory) -> Path:
     return out
 
 
-def _stored_model(folder: Path) -> tuple[Miniature, ModelConfig]:
-    config = load_config(folder)
-    model = Miniature(config)
-    values = from_checkpoint(config, oracle.dequant(load_file(folder / "model.safetensors")))
-    with torch.no_grad():
-        for name, parameter in model.parameters_by_name.items():
-            parameter.copy_(values[name])
-    return model, config
-
-
 def _trainer_logits(folder: Path, ids: list[int], mode: Mode) -> torch.Tensor:
-    model, config = _stored_model(folder)
+    model, config = stored_model(folder)
     mapping = load_token_map(folder / "tokenizer.json", config)
     row = torch.tensor(ids)
     windows = make_windows(row.numpy(), row.numpy()[:0], config.engram_max_ngram)
@@ -86,7 +73,7 @@ def test_engine_computes_what_the_trainer_computes_with_trained_rounding(folder:
 
 
 def test_exported_weights_are_the_trainers_rounded_ones(folder: Path, prompt: list[int]) -> None:
-    model, config = _stored_model(folder)
+    model, config = stored_model(folder)
     first = Miniature(config, seed=3)
     with torch.no_grad():
         rounded = first._weights(Mode(round_weights=True))

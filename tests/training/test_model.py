@@ -5,24 +5,14 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import load_file
+from stored import stored_model
 
 from paraflash.config.model import load_config
 from paraflash.model.engram_hash import hash_windows, load_token_map, make_windows
-from tests import oracle
-from training.model import Miniature, Mode
+from training.model import Mode
 from training.weights import from_checkpoint, to_checkpoint
 
 GOLDEN = Path(__file__).parents[1] / "data" / "golden"
-
-
-def _load(folder: Path) -> Miniature:
-    config = load_config(folder)
-    model = Miniature(config)
-    values = from_checkpoint(config, oracle.dequant(load_file(folder / "model.safetensors")))
-    with torch.no_grad():
-        for name, parameter in model.parameters_by_name.items():
-            parameter.copy_(values[name])
-    return model
 
 
 def _hashes(folder: Path, ids: torch.Tensor) -> torch.Tensor:
@@ -35,7 +25,7 @@ def _hashes(folder: Path, ids: torch.Tensor) -> torch.Tensor:
 @pytest.mark.parametrize("length", [1, 2, 17, 130])
 def test_forward_equals_golden_logits_without_rounding(length: int) -> None:
     folder = GOLDEN / "narrow"
-    model = _load(folder)
+    model = stored_model(folder)[0]
     expected = load_file(folder / "expected_plain.safetensors")
     number = next(i for i in range(7) if len(expected[f"prompt.{i}.input_ids"]) == length)
     ids = expected[f"prompt.{number}.input_ids"][None]
@@ -46,7 +36,7 @@ def test_forward_equals_golden_logits_without_rounding(length: int) -> None:
 
 def test_forward_equals_oracle_with_trained_rounding_where_nothing_flips() -> None:
     folder = GOLDEN / "narrow_fp8"
-    model = _load(folder)
+    model = stored_model(folder)[0]
     expected = load_file(folder / "expected.safetensors")
     for number in range(4):
         ids = expected[f"prompt.{number}.input_ids"][None]
@@ -57,7 +47,7 @@ def test_forward_equals_oracle_with_trained_rounding_where_nothing_flips() -> No
 
 def test_weights_already_in_the_released_format_are_not_rounded_again() -> None:
     folder = GOLDEN / "narrow_fp8"
-    model = _load(folder)
+    model = stored_model(folder)[0]
     ids = load_file(folder / "expected.safetensors")["prompt.3.input_ids"][None]
     with torch.no_grad():
         plain, _ = model(ids, _hashes(folder, ids), Mode(sparse=True))
@@ -66,7 +56,7 @@ def test_weights_already_in_the_released_format_are_not_rounded_again() -> None:
 
 
 def test_parameters_survive_the_way_to_checkpoint_names_and_back() -> None:
-    model = _load(GOLDEN / "narrow")
+    model = stored_model(GOLDEN / "narrow")[0]
     back = from_checkpoint(model.config, to_checkpoint(model.config, model.parameters_by_name))
     for name, parameter in model.parameters_by_name.items():
         assert torch.equal(parameter, back[name]), name
@@ -74,7 +64,7 @@ def test_parameters_survive_the_way_to_checkpoint_names_and_back() -> None:
 
 def test_batched_rows_do_not_influence_each_other() -> None:
     folder = GOLDEN / "narrow"
-    model = _load(folder)
+    model = stored_model(folder)[0]
     ids = torch.randint(3, 300, (2, 37), generator=torch.Generator().manual_seed(1))
     with torch.no_grad():
         both, _ = model(ids, _hashes(folder, ids), Mode(sparse=True))

@@ -15,7 +15,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from paraflash.kernels.cuda.launch import ceil_div, kernel, power_of_2
+from paraflash.kernels.cuda.launch import ceil_div, kernel
+from paraflash.kernels.sizes import power_of_2
 
 FLASH_HEADS, FLASH_WIDTH, FLASH_KEYS = 64, 512, 128  # what FlashMLA takes: heads, channels, multiple of keys
 TRITON_HEADS = 16  # up to this many local heads Triton is the faster one

@@ -11,8 +11,9 @@ import torch
 import triton.language as tl
 from torch import Tensor
 
-from paraflash.kernels.cuda.launch import ceil_div, kernel, power_of_2
+from paraflash.kernels.cuda.launch import ceil_div, kernel
 from paraflash.kernels.cuda.linear import RoundedInputs, store_rounded
+from paraflash.kernels.sizes import power_of_2
 
 MIX_SPLITS = 16  # parts of the K * D channels that run side by side in the projection
 

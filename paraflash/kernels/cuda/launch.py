@@ -23,11 +23,6 @@ def ceil_div(a: int, b: int) -> int:
     return -(-a // b)
 
 
-def power_of_2(n: int) -> int:
-    """The least power of two that is at least n (1 for n < 1)."""
-    return 1 << max(0, n - 1).bit_length()
-
-
 class Launch:
     """Wraps a JIT function whose run-time parameters come first and whose constants are given by name, always in the
     same order: `kernel[grid](*args, NAME=constant, ...)`."""

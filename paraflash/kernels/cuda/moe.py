@@ -18,9 +18,10 @@ from torch import Tensor
 
 from paraflash.checkpoint.quant import QuantTensor
 from paraflash.kernels.cuda.formats import mxfp8_round_trip
-from paraflash.kernels.cuda.launch import ceil_div, kernel, power_of_2
+from paraflash.kernels.cuda.launch import ceil_div, kernel
 from paraflash.kernels.cuda.linear import linear_fp32
 from paraflash.kernels.interface import Expert
+from paraflash.kernels.sizes import power_of_2
 
 log = logging.getLogger("paraflash.kernels")
 

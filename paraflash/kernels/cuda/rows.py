@@ -12,8 +12,9 @@ from torch import Tensor
 
 from paraflash.cache.records import PlainRecord, Record
 from paraflash.kernels.cuda.formats import load_angles, mxfp4_round_trip, mxfp8_round_trip, nvfp4_round_trip, rope_tail
-from paraflash.kernels.cuda.launch import ceil_div, kernel, power_of_2
+from paraflash.kernels.cuda.launch import ceil_div, kernel
 from paraflash.kernels.interface import Rotary
+from paraflash.kernels.sizes import power_of_2
 
 NONE, WINDOW, LATENT, INDEX = 0, 1, 2, 3  # which trained rounding
 BLOCK_ELEMENTS = 2048
