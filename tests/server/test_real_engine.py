@@ -302,6 +302,8 @@ def test_a_benchmark_client_gets_what_it_counts(real: RunningServer) -> None:
 
 
 def test_metrics_show_the_time_of_each_exchange(real: RunningServer) -> None:
+    body = {"model": MODEL, "prompt": "go", "max_tokens": 2}  # the engine may not have run a step yet
+    httpx.post(f"{real.url}/v1/completions", json=body, timeout=60).raise_for_status()
     text = httpx.get(f"{real.url}/metrics").text
     assert 'paraflash:step_time_seconds_total{component="step"' in text
     assert any("pcp" in line for line in text.splitlines() if line.startswith("paraflash:step_time_seconds_total"))
