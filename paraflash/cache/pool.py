@@ -61,15 +61,14 @@ class RecordPool:
         plain = isinstance(record, PlainRecord) and record.nbytes % 8 == 0
         self._words = self.storage.view(torch.int64).view(-1, record.nbytes // 8) if plain else None
         data, scale = record.data_bytes, record.scale_bytes
-        stride, start = (data, scale), (0, data * entries)  # split layout
-        if not record.split:
-            stride, start = (data + scale, data + scale), (0, data)
+        row, first_scale, next_scale = record.strides(entries)
         page, base = self.storage.stride(0), self.storage.storage_offset()
-        # Bytes from page to page, from row to row, from a page to its first scales, from scales to scales.
-        self.layout = (page, stride[0], start[1], stride[1])
-        self._data = self.storage.as_strided((pages, entries, data), (page, stride[0], 1), base + start[0])
+        self.layout = (page, row, first_scale, next_scale)  # bytes from page to page, then as in `Record.strides`
+        self._data = self.storage.as_strided((pages, entries, data), (page, row, 1), base)
         self._scale = (
-            self.storage.as_strided((pages, entries, scale), (page, stride[1], 1), base + start[1]) if scale else None
+            self.storage.as_strided((pages, entries, scale), (page, next_scale, 1), base + first_scale)
+            if scale
+            else None
         )
 
     @property

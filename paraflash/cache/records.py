@@ -33,6 +33,15 @@ class Record:
     def page_bytes(self, entries: int) -> int:
         return -(-entries * self.nbytes // self.page_multiple) * self.page_multiple
 
+    def strides(self, entries: int) -> tuple[int, int, int]:
+        """In a page of so many rows: bytes from row to row, from the page to its first scales, from scales to scales.
+
+        The one place that knows how a page lies; FlashMLA's paged kernel demands this layout of `Fp8DsMlaRecord`.
+        """
+        if self.split:
+            return self.data_bytes, self.data_bytes * entries, self.scale_bytes
+        return self.nbytes, self.data_bytes, self.nbytes
+
     def encode(self, x: Tensor) -> Tensor:
         raise NotImplementedError
 

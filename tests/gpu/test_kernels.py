@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
@@ -10,8 +12,11 @@ import torch
 if not torch.cuda.is_available() or os.environ.get("TRITON_INTERPRET") == "1":
     pytest.skip("needs a CUDA device", allow_module_level=True)
 
+from paraflash.cache.pool import RecordPool
+from paraflash.cache.records import kv_format
 from paraflash.kernels.cuda import CudaKernels, topk, topk_torch
 from paraflash.kernels.cuda.packages import Packages, find_packages
+from paraflash.kernels.reference import reference_kernels
 from tests.kernels import checks
 from tests.kernels.cases import Maker, Sizes, near
 
@@ -19,6 +24,9 @@ PACKAGES = find_packages()
 SIZES = Sizes(rows=300, hidden=5120)
 BARE = CudaKernels(Packages(), torch.bfloat16, "grouped_mm", trained=True)
 FULL = CudaKernels(PACKAGES, torch.bfloat16, "humming" if PACKAGES.humming else "grouped_mm", trained=True)
+
+
+REFERENCE = reference_kernels()
 
 
 @pytest.fixture
@@ -89,6 +97,58 @@ def test_rounded_copies_are_rounded_outputs(maker: Maker) -> None:
 @pytest.mark.parametrize("kernels", [BARE, FULL], ids=["triton", "packages"])
 def test_stored_rows_match_the_reference(maker: Maker, kernels: CudaKernels, name: str) -> None:
     checks.check_stored_rows(kernels, maker, SIZES, name)
+
+
+@pytest.mark.skipif(PACKAGES.paged_attention is None, reason="needs sgl-flash-mla")
+@pytest.mark.parametrize("heads", [8, 16, 32, 64])
+@pytest.mark.parametrize("rows", [1, 3, 16, 64])
+def test_decode_rows_match_the_reference_on_the_paged_kernel(maker: Maker, heads: int, rows: int) -> None:
+    calls = []
+
+    def paged(*args: Any) -> torch.Tensor:
+        assert PACKAGES.paged_attention is not None
+        calls.append(rows)
+        return PACKAGES.paged_attention(*args)
+
+    kernels = CudaKernels(replace(PACKAGES, paged_attention=paged), torch.bfloat16, "grouped_mm", trained=True)
+    for entries in (64, 32):
+        checks.check_decode_rows(kernels, maker, Sizes(rows=rows, hidden=5120, heads=heads), entries)
+    assert len(calls) == 6
+    workspace = CudaKernels(replace(PACKAGES, paged_attention=None), torch.bfloat16, "grouped_mm", trained=True)
+    checks.check_decode_rows(workspace, maker, Sizes(rows=rows, hidden=5120, heads=heads), 64)
+
+
+@pytest.mark.skipif(PACKAGES.paged_attention is None, reason="needs sgl-flash-mla")
+def test_the_paged_kernel_can_be_captured_before_and_after_its_plan_is_known(maker: Maker) -> None:
+    """And gives zeros where a row has no key at all."""
+    record = kv_format("fp8_ds_mla", 512, 64, 128).window
+    pool, ring = RecordPool(record, 9, 64, "cuda"), RecordPool(record, 2, 128, "cuda")
+    every = torch.arange(9 * 64, device="cuda")
+    pool.write(every, record.encode(maker.normal(len(every), 512).float()))
+    prior, step_rows = maker.integers(0, 256, 5 * 127), record.encode(maker.normal(5, 512).float())
+    window_index, slots = maker.integers(0, 5 * 128, 5, 128), maker.integers(0, 9 * 64, 5, 512)
+    window_index[2], slots[2] = -1, -1
+    q, sink = maker.normal(5, 64, 512), maker.normal(64, dtype=torch.float32)
+    run = find_packages().paged_attention  # one that has no plans yet
+    kernels = CudaKernels(replace(PACKAGES, paged_attention=run), torch.bfloat16, "grouped_mm", trained=True)
+
+    def attend() -> torch.Tensor:
+        return kernels.attend(q, kernels.window_keys(ring, prior, step_rows), window_index, pool, slots, sink, 0.04)
+
+    CudaKernels(PACKAGES, torch.bfloat16, "grouped_mm", trained=True).window_keys(ring, prior, step_rows)  # compiles
+    results = []
+    for _ in range(2):
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            out = attend()
+        graph.replay()
+        torch.cuda.synchronize()
+        results += [out.clone(), attend().clone()]
+    own = REFERENCE.window_keys(ring, prior, step_rows)
+    wanted = REFERENCE.attend(q.float(), own, window_index, pool, slots, sink, 0.04).bfloat16()
+    for found in results:
+        near(found, wanted, 4e-3)
+        assert (found[2] == 0).all()
 
 
 def test_router_matches_the_reference(maker: Maker) -> None:

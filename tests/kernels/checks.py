@@ -225,6 +225,40 @@ def check_stored_rows(kernels: Any, m: Maker, s: Sizes, name: str) -> None:
         compare_choice(kernels.select_entries(q, weights, keys, given, s.chosen, 0.1)[0], wanted)
 
 
+def check_decode_rows(kernels: Any, m: Maker, s: Sizes, entries: int) -> None:
+    """fp8_ds_mla rows as in decoding: each row's ring rows and its own; gaps, rows without a chosen entry."""
+    from paraflash.cache.pool import RecordPool
+    from paraflash.cache.records import kv_format
+
+    record, pages = kv_format("fp8_ds_mla", s.head_dim, s.rope, s.index_dim).window, 3 + 2 * s.chosen // entries
+
+    def filled(pages: int, entries: int) -> RecordPool:
+        pool = RecordPool(record, pages, entries, m.device)
+        x = m.normal(pages * entries, s.head_dim, dtype=torch.float32) * m.normal(pages * entries, 1).float().exp()
+        pool.write(torch.arange(pages * entries, device=m.device), record.encode(x))
+        return pool
+
+    ring, pool, reach = filled(s.rows + 1, s.window), filled(pages, entries), s.window - 1
+    newest = m.integers(0, 10 * s.window, s.rows, 1)
+    request = torch.randperm(s.rows, generator=m.generator, device=m.device)[:, None]
+    back = torch.arange(reach, device=m.device) - reach
+    prior = (request * s.window + (newest + back) % s.window).flatten()
+    step_rows = record.encode(m.normal(s.rows, s.head_dim, dtype=torch.float32))
+    own = torch.arange(s.rows, device=m.device)[:, None]
+    window_index = torch.cat([own * reach + torch.arange(reach, device=m.device), s.rows * reach + own], 1)
+    window_index[:, :reach][newest + back < 0] = -1
+    slots = m.integers(-1, pages * entries, s.rows, s.chosen)
+    slots[:, s.chosen * 3 // 4 :] = -1
+    slots[0] = -1
+    q, sink = m.normal(s.rows, s.heads, s.head_dim), m.normal(s.heads, dtype=torch.float32)
+    keys, scale = kernels.window_keys(ring, prior, step_rows), s.head_dim**-0.5
+    wanted_keys = REFERENCE.window_keys(ring, prior, step_rows)
+    for which, chosen in ((pool, slots), (pool, torch.full_like(slots, -1)), (None, None)):
+        found = kernels.attend(q, keys, window_index, which, chosen, sink, scale)
+        wanted = REFERENCE.attend(q.float(), wanted_keys, window_index, which, chosen, sink, scale)
+        near(found.contiguous(), wanted.to(m.dtype), LIMIT[m.dtype])
+
+
 def check_router(kernels: Any, m: Maker, s: Sizes) -> None:
     h, gate = m.normal(s.rows, s.hidden), m.normal(s.experts, s.hidden, scale=s.hidden**-0.5)
     bias = m.normal(s.experts, scale=0.1, dtype=torch.float32)

@@ -84,6 +84,10 @@ def test_stored_rows_match_the_reference(kernels: CudaKernels, maker: Maker, nam
     checks.check_stored_rows(kernels, maker, SMALL, name)
 
 
+def test_decode_rows_match_the_reference(kernels: CudaKernels, maker: Maker) -> None:
+    checks.check_decode_rows(kernels, maker, SMALL, 32)
+
+
 def test_router_matches_the_reference(kernels: CudaKernels, maker: Maker) -> None:
     checks.check_router(kernels, maker, SMALL)
 

@@ -7,7 +7,6 @@ test models, fp32 attention, records other than bf16). Importing this module nee
 from __future__ import annotations
 
 import logging
-from dataclasses import dataclass
 from typing import Any, cast
 
 import torch
@@ -15,7 +14,8 @@ from torch import Tensor
 
 from paraflash.cache.pool import RecordPool
 from paraflash.cache.records import PlainRecord, Record
-from paraflash.kernels.cuda import attention, hyper, index, linear, moe, records, rows
+from paraflash.kernels.cuda import hyper, index, linear, moe, records, rows
+from paraflash.kernels.cuda.attend import Attention, WindowKeys, window_keys
 from paraflash.kernels.cuda.packages import Packages, find_packages
 from paraflash.kernels.interface import Expert, IndexRows, Kernels, Rotary
 from paraflash.kernels.reference import attention as reference_attention
@@ -25,20 +25,7 @@ from paraflash.kernels.reference import moe as reference_moe
 log = logging.getLogger("paraflash.kernels")
 
 FAST_INDEX_HEADS = (32, 64)  # what DeepGEMM's index logits take on Hopper
-WORKSPACE_ROWS = 1 << 20  # rows decoded at a time: 1 GiB of bf16 at width 512
 MAX_BLOCK = 16384  # widest row that one Triton program holds
-
-
-@dataclass
-class WindowKeys:
-    """Window rows of the step as bytes [n, record.nbytes], and their record."""
-
-    raw: Tensor
-    record: Record
-
-    def rows(self) -> Tensor | None:
-        """[n, d] in the record's dtype; None where rows are not plain numbers."""
-        return self.raw.view(self.record.dtype) if isinstance(self.record, PlainRecord) else None
 
 
 class CudaKernels:
@@ -51,7 +38,7 @@ class CudaKernels:
     ):
         self.packages, self.dtype, self.moe_backend, self.trained = packages, dtype, moe_backend, trained
         self._rounded = linear.RoundedInputs()
-        self._merged = attention.MergedIndices()
+        self._attend = Attention(packages)
         self._use_cuda_topk = use_cuda_topk
         self.stored: tuple[str, ...] = ("fp4",)
 
@@ -159,8 +146,7 @@ class CudaKernels:
     # Attention
 
     def window_keys(self, ring: RecordPool, prior_slots: Tensor, step_rows: Tensor) -> WindowKeys:
-        prior = ring.read_raw(prior_slots) if len(prior_slots) else step_rows[:0]
-        return WindowKeys(torch.cat([prior, step_rows]) if len(prior) else step_rows.contiguous(), ring.record)
+        return window_keys(ring, prior_slots, step_rows)
 
     def attend(
         self,
@@ -172,72 +158,7 @@ class CudaKernels:
         sink: Tensor,
         scale: float,
     ) -> Tensor:
-        width, tail = q.shape[2], keys.rows()
-        window = keys.record.decode(keys.raw).to(q.dtype) if tail is None else tail
-        stored = None if pool is None else pool.record
-        plain = stored is None or (isinstance(stored, PlainRecord) and stored.dtype == q.dtype)
-        fits = window.dtype == q.dtype and width >= 16 and width & (width - 1) == 0
-        if not fits or len(q) == 0 or not (plain or (stored is not None and records.readable(stored))):
-            decoded = keys.record.decode(keys.raw)
-            return reference_attention.attend(q, decoded, window_index, pool, slots, sink, scale)
-        if pool is None or slots is None:
-            return self._attend_rows(q, window, window_index, None, None, sink, scale)
-        if not plain:
-            return self._attend_decoded(q, window, window_index, pool, slots, sink, scale)
-        if pool.arena is None or not self._flash(q):
-            own = pool.storage.view(q.dtype).view(-1, width)
-            return attention.triton_attention(q.contiguous(), window, window_index, own, slots, sink, scale)
-        merged, lengths = self._merged.of(window_index, slots, pool.arena.lay(window), pool.first_row)
-        return attention.flash_attention(self._flash(q), q, pool.arena.rows, merged, lengths, sink, scale)
-
-    def _flash(self, q: Tensor) -> Any:
-        """FlashMLA where it takes q and is the faster one, else None."""
-        fits = q.dtype == torch.bfloat16 and q.shape[2] == attention.FLASH_WIDTH
-        return self.packages.sparse_attention if fits and attention.flash_pays(q.shape[1]) else None
-
-    def _attend_rows(
-        self,
-        q: Tensor,
-        window: Tensor,
-        window_index: Tensor,
-        chosen: Tensor | None,
-        index: Tensor | None,
-        sink: Tensor,
-        scale: float,
-    ) -> Tensor:
-        """Over rows [n, d]: window_index into `window`; index into `chosen`, which lies right behind it."""
-        flash = self._flash(q)
-        if flash is None:
-            return attention.triton_attention(q.contiguous(), window, window_index, chosen, index, sink, scale)
-        count = len(window) + (0 if chosen is None else len(chosen))
-        merged, lengths = attention.merge_indices(window_index, index, 0, len(window))
-        rows_of_both = window.as_strided((count, q.shape[2]), (q.shape[2], 1))
-        return attention.flash_attention(flash, q, rows_of_both, merged, lengths, sink, scale)
-
-    def _attend_decoded(
-        self,
-        q: Tensor,
-        window: Tensor,
-        window_index: Tensor,
-        pool: RecordPool,
-        slots: Tensor,
-        sink: Tensor,
-        scale: float,
-    ) -> Tensor:
-        """Decodes the chosen rows of a part of the queries at a time into a workspace behind the window rows."""
-        out, k = torch.empty_like(q, memory_format=torch.contiguous_format), slots.shape[1]
-        step = max(1, WORKSPACE_ROWS // k)
-        room = torch.empty(len(window) + min(step, len(q)) * k, q.shape[2], dtype=q.dtype, device=q.device)
-        own, chosen = room.split([len(window), len(room) - len(window)])
-        own.copy_(window)
-        for first in range(0, len(q), step):
-            part = slice(first, first + step)
-            wanted = slots[part].contiguous()
-            records.read_rows(pool, wanted.view(-1), chosen)
-            place = torch.arange(wanted.numel(), device=q.device).view(wanted.shape)
-            index = torch.where(wanted >= 0, place, -1)
-            out[part] = self._attend_rows(q[part], own, window_index[part], chosen, index, sink, scale)
-        return out
+        return self._attend(q, keys, window_index, pool, slots, sink, scale)
 
     # Entry selection
 

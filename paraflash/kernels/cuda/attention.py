@@ -78,14 +78,19 @@ def flash_attention(
     run: Callable[..., Tensor], q: Tensor, rows: Tensor, index: Tensor, lengths: Tensor, sink: Tensor, scale: float
 ) -> Tensor:
     """q [T, H <= 64, 512] over rows [n, 512] -> [T, H, 512]; with fewer than 64 heads the tokens lie apart."""
+    padded, sinks = pad_heads(q, sink)
+    o = run(padded, rows.unsqueeze(1), index.unsqueeze(1), scale, sinks, lengths)
+    return o[:, : q.shape[1]]
+
+
+def pad_heads(q: Tensor, sink: Tensor) -> tuple[Tensor, Tensor]:
+    """q [T, H <= 64, d] and sink [H] with 64 heads, of which the last 64 - H hold anything: heads do not touch."""
     heads = q.shape[1]
-    if heads < FLASH_HEADS:
-        padded = q.new_empty(q.shape[0], FLASH_HEADS, q.shape[2])  # heads do not touch each other
-        padded[:, :heads] = q
-        sink = torch.nn.functional.pad(sink, (0, FLASH_HEADS - heads), value=float("-inf"))
-        q = padded
-    o = run(q.contiguous(), rows.unsqueeze(1), index.unsqueeze(1), scale, sink, lengths)
-    return o[:, :heads]
+    if heads == FLASH_HEADS:
+        return q.contiguous(), sink
+    padded = q.new_empty(q.shape[0], FLASH_HEADS, q.shape[2])
+    padded[:, :heads] = q
+    return padded, torch.nn.functional.pad(sink, (0, FLASH_HEADS - heads), value=float("-inf"))
 
 
 @triton.jit

@@ -11,8 +11,9 @@ import importlib.metadata
 import logging
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, cast
 
+import torch
 from torch import Tensor
 
 log = logging.getLogger("paraflash.kernels")
@@ -20,10 +21,12 @@ log = logging.getLogger("paraflash.kernels")
 
 @dataclass
 class Packages:
-    """sparse_attention(q, kv, indices, scale, sink, lengths) -> o; index_logits(q, k, k_scale, w, start, end, width) ->
-    fp32 [T, >= width], column 0 at a row's own start; humming: the module. None where not available."""
+    """sparse_attention(q, kv, indices, scale, sink, lengths) -> o; paged_attention: see `_paged_attention`;
+    index_logits(q, k, k_scale, w, start, end, width) -> fp32 [T, >= width], column 0 at a row's own start; humming: the
+    module. None where not available."""
 
     sparse_attention: Callable[..., Tensor] | None = None
+    paged_attention: Callable[..., Tensor] | None = None
     index_logits: Callable[..., Tensor] | None = None
     humming: Any = None
     notes: dict[str, str] = field(default_factory=dict)  # package -> version, or why it is not used
@@ -45,6 +48,7 @@ def find_packages() -> Packages:
     flash = _load("sgl-flash-mla", "flash_mla", found.notes)
     if flash is not None and flash.has_legacy():
         found.sparse_attention = _sparse_attention(flash)
+        found.paged_attention = _paged_attention(flash)
     gemm = _load("sgl-deep-gemm", "deep_gemm", found.notes)
     if gemm is not None:
         found.index_logits = _index_logits(gemm, found.notes)
@@ -57,6 +61,53 @@ def _sparse_attention(flash: Any) -> Callable[..., Tensor]:
         return flash.flash_mla_sparse_fwd(
             q, kv, indices, scale, 512, sink, lengths, use_legacy=True, return_log2_lse=False
         )[0]
+
+    return run
+
+
+def _paged_attention(flash: Any) -> Callable[..., Tensor]:
+    """run(q, pages, index, more_pages, more_index, scale, sink) -> o [T, 64, 512]: q [T, 64, 512] bf16 over 584-byte
+    records, pages [n, entries, 1, 584] uint8 by index [T, k] int32 (-1: none, k a multiple of 64), and more_pages by
+    more_index likewise or None.
+
+    How the kernel shares its work out over the GPU depends on shapes alone as long as no lengths are given. The package
+    finds it out on the device at a first call; it is kept for all later ones. A CUDA graph that is captured before that
+    finds it out anew each time: what a capture writes is not there until it is replayed.
+    """
+    plans: dict[tuple[Any, ...], tuple[Tensor, Tensor]] = {}
+
+    def run(
+        q: Tensor,
+        pages: Tensor,
+        index: Tensor,
+        more_pages: Tensor | None,
+        more_index: Tensor | None,
+        scale: float,
+        sink: Tensor,
+    ) -> Tensor:
+        shapes = (q.device, len(q), index.shape[1], None if more_index is None else more_index.shape[1])
+        plan, _ = flash.get_mla_metadata()
+        known = plans.get(shapes)
+        if known is not None:
+            plan.tile_scheduler_metadata, plan.num_splits = known
+        o, _ = flash.flash_mla_with_kvcache(
+            q.unsqueeze(1),
+            pages,
+            None,
+            None,
+            512,
+            plan,
+            softmax_scale=scale,
+            is_fp8_kvcache=True,
+            indices=index.unsqueeze(1),
+            attn_sink=sink,
+            extra_k_cache=more_pages,
+            extra_indices_in_kvcache=None if more_index is None else more_index.unsqueeze(1),
+            use_legacy=True,
+        )
+        if known is None and not (q.is_cuda and torch.cuda.is_current_stream_capturing()):
+            plans[shapes] = plan.tile_scheduler_metadata, plan.num_splits
+        return cast(Tensor, o.squeeze(1))
 
     return run
 

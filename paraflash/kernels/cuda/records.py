@@ -1,4 +1,4 @@
-"""Rows of a record pool as numbers: gathered by slot and decoded in one pass.
+"""Rows of a record pool as numbers: gathered by slot and decoded in one pass. And a step's window rows as one page.
 
 Serves the caches that are not plain bf16 rows. Codes are decoded by arithmetic on their bits, as in formats.py; every
 value is exact in bf16 (at most six significant bits times a power of two, or bf16 itself).
@@ -6,6 +6,9 @@ value is exact in bf16 (at most six significant bits times a power of two, or bf
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
+import torch
 import triton
 import triton.language as tl
 from torch import Tensor
@@ -13,6 +16,7 @@ from torch import Tensor
 from paraflash.cache.pool import RecordPool
 from paraflash.cache.records import Fp8DsMlaRecord, Fp8IndexRecord, Mxfp4Record, Mxfp8Record, Nvfp4Record, Record
 from paraflash.kernels.cuda.launch import ceil_div, kernel
+from paraflash.kernels.sizes import power_of_2
 
 KINDS: dict[type[Record], int] = {
     Mxfp8Record: 1,
@@ -91,7 +95,64 @@ def readable(record: Record) -> bool:
     return type(record) in KINDS and record.dim & (record.dim - 1) == 0
 
 
-def read_rows(pool: RecordPool, slots: Tensor, out: Tensor) -> None:
+@dataclass
+class Page:
+    """storage [1, entries * record.nbytes] uint8: records laid as in a pool's page, without padding behind them."""
+
+    record: Record
+    entries: int
+    storage: Tensor
+
+    @property
+    def layout(self) -> tuple[int, int, int, int]:
+        return self.storage.shape[1], *self.record.strides(self.entries)
+
+    def raw(self) -> Tensor:
+        """Encoded rows [entries, nbytes]."""
+        record, (row, first_scale, next_scale) = self.record, self.record.strides(self.entries)
+        data = self.storage.as_strided((self.entries, record.data_bytes), (row, 1))
+        scale = self.storage.as_strided((self.entries, record.scale_bytes), (next_scale, 1), first_scale)
+        return torch.cat([data, scale], -1)
+
+
+@kernel(do_not_specialize=("prior", "total", "entries", "out_scale_start"))
+def _lay_kernel(
+    ring_ptr, slots_ptr, rows_ptr, out_ptr, prior, total, entries,
+    page_stride, data_stride, scale_start, scale_stride, out_stride, out_scale_start, out_scale_stride,
+    DATA: tl.constexpr, ALL: tl.constexpr, BLOCK: tl.constexpr, ROWS: tl.constexpr,
+):  # fmt: skip
+    row = (tl.program_id(0) * ROWS + tl.arange(0, ROWS)).to(tl.int64)
+    c = tl.arange(0, BLOCK)[None, :]
+    old, new = (row < prior)[:, None] & (c < ALL), ((row >= prior) & (row < total))[:, None] & (c < ALL)
+    slot = tl.load(slots_ptr + row, mask=row < prior, other=0)
+    page, offset = ((slot // entries) * page_stride)[:, None], (slot % entries)[:, None]
+    at = page + tl.where(c < DATA, offset * data_stride + c, scale_start + offset * scale_stride + c - DATA)
+    value = tl.load(ring_ptr + at, mask=old, other=0) | tl.load(
+        rows_ptr + (row - prior)[:, None] * ALL + c, mask=new, other=0
+    )
+    row = row[:, None]
+    at = tl.where(c < DATA, row * out_stride + c, out_scale_start + row * out_scale_stride + c - DATA)
+    tl.store(out_ptr + at, value, mask=old | new)
+
+
+def lay_page(ring: RecordPool, prior_slots: Tensor, step_rows: Tensor) -> Page:
+    """Records of the ring at prior_slots [n], then step_rows (bytes [m, nbytes]), as one page of n + m entries."""
+    record, total = ring.record, len(prior_slots) + len(step_rows)
+    page = Page(record, total, torch.empty(1, total * record.nbytes, dtype=torch.uint8, device=step_rows.device))
+    sizes = (record.data_bytes, record.nbytes, *ring.layout, *page.layout[1:])
+    whole = all(size % 8 == 0 for size in sizes)  # bytes move as words where everything lies on words
+    word, step = (torch.int64, 8) if whole else (torch.uint8, 1)
+    data, every, *strides = (size // step for size in sizes)
+    if total:
+        _lay_kernel[(ceil_div(total, 8),)](
+            ring.storage.view(word), prior_slots, step_rows.contiguous().view(word), page.storage.view(word),
+            len(prior_slots), total, ring.entries, *strides,
+            DATA=data, ALL=every, BLOCK=power_of_2(every), ROWS=8, num_warps=4,
+        )  # fmt: skip
+    return page
+
+
+def read_rows(pool: RecordPool | Page, slots: Tensor, out: Tensor) -> None:
     """Rows of slots [n] int64 (-1: zeros) into out [n, dim] (contiguous rows, any float dtype)."""
     record, width = pool.record, pool.record.dim
     nope = width - record.rope_dim if isinstance(record, Fp8DsMlaRecord) else width
