@@ -44,6 +44,8 @@ def dummy_weights(
 class DummyEngramTable:
     """Stands in for an EngramTable: row r always has the same random values."""
 
+    row_bytes, scale_bytes = 8, 0
+
     def __init__(self, spec: TensorSpec, model: ModelConfig, dtype: torch.dtype, seed: int, device: torch.device | str):
         self.rows, self.dim = spec.shape
         self.dtype = dtype
@@ -51,8 +53,18 @@ class DummyEngramTable:
 
     def lookup(self, ids: NDArray[np.integer]) -> Tensor:
         """Rows [.., D] in `dtype`. Raises IndexError for an id outside the table."""
-        rows = torch.from_numpy(check_ids(ids, self.rows)).to(self._device)
-        index = rows[..., None] * self.dim + torch.arange(self.dim, device=self._device)
+        return self._values(torch.from_numpy(check_ids(ids, self.rows)).to(self._device))
+
+    def gather(self, ids: NDArray[np.int64], raw: NDArray[np.uint8], scale: NDArray[np.uint8]) -> None:
+        """The stored bytes of a row are those of its id: raw [.., 8]. There are no scales."""
+        raw.view(np.int64)[..., 0] = ids
+
+    def decode(self, raw: Tensor, scale: Tensor) -> Tensor:
+        """Gathered bytes -> values [.., D] in `dtype`, on the bytes' device."""
+        return self._values(raw.view(torch.int64)[..., 0])
+
+    def _values(self, ids: Tensor) -> Tensor:
+        index = ids[..., None] * self.dim + torch.arange(self.dim, device=ids.device)
         return random_values(self._spec, self._model, self._seed, index).to(self.dtype)
 
 

@@ -1,8 +1,7 @@
 """Engram tables on the devices, their rows split over TP (`--engram-config '{"cpu_offload": false}'`; model.md 3.12).
 
 Each TP rank keeps a run of every table's rows as stored. A lookup reads the rows that are here, zeros for the others,
-and sums over TP. ids [T, layers, columns] -> [T, columns * D] a layer. All layers are looked up before the first one
-runs, in the same order on every rank.
+and sums over TP. ids [T, layers, columns] -> [T, columns * D] a layer.
 """
 
 from __future__ import annotations
@@ -58,8 +57,9 @@ class TableShard:
 class EngramShards:
     """Looks up rows in tables that lie on the devices of a mesh."""
 
-    def __init__(self, tables: Sequence[EngramTable], mesh: Mesh):
-        self.tables, self._mesh = tables, mesh
+    def __init__(self, tables: Sequence[EngramTable], mesh: Mesh, columns: int):
+        """columns: rows of each table that a token reads."""
+        self.tables, self._mesh, self._columns = tables, mesh, columns
         self._shards = [TableShard(table, mesh.tp.rank, mesh.tp.size, mesh.device) for table in tables]
 
     @property
@@ -68,7 +68,20 @@ class EngramShards:
 
     def start(self, ids: NDArray[np.integer], everyone: RowGather) -> Callable[[int], Tensor]:
         """As `EngramRows.start`; everyone: the step's rows of all PCP ranks, which give the sums a common shape."""
+        return self.staged_rows(to_device(self.stage(ids)(), self._mesh.device), len(ids), everyone)
+
+    def stage(self, ids: NDArray[np.integer]) -> Callable[[], Tensor]:
+        """As `EngramRows.stage`: here the bytes are those of the ids, layer by layer."""
         checked = np.stack([check_ids(ids[:, n], table.rows) for n, table in enumerate(self.tables)])
-        on_device = to_device(torch.from_numpy(checked), self._mesh.device)
-        parts = [shard.lookup(on_device[n]).flatten(1) for n, shard in enumerate(self._shards)]
-        return [sum_over_tp(self._mesh.tp, part, everyone, "engram") for part in parts].__getitem__
+        staged = torch.from_numpy(checked.view(np.uint8).reshape(-1))
+        staged = staged.pin_memory() if self._mesh.device.type == "cuda" else staged
+        return lambda: staged
+
+    def staged_rows(self, buffer: Tensor, count: int, everyone: RowGather) -> Callable[[int], Tensor]:
+        """As `EngramRows.staged_rows`, summed over TP where a layer asks for it."""
+        ids = buffer.view(torch.int64).view(len(self.tables), count, self._columns)
+
+        def lookup(n: int) -> Tensor:
+            return sum_over_tp(self._mesh.tp, self._shards[n].lookup(ids[n]).flatten(1), everyone, "engram")
+
+        return lookup

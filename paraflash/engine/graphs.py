@@ -1,6 +1,6 @@
 """Forward passes that are recorded once and replayed, so that the host issues one launch instead of thousands.
 
-A pass is a function of the step's packed inputs and Engram rows; everything else that it looks at is its signature.
+A pass is a function of the step's packed inputs and Engram bytes; everything else that it looks at is its signature.
 The first pass of a signature runs as it is (kernels are compiled and tuned), the second is captured, later ones copy
 their inputs to where the captured pass reads them and replay it. All work of a step is on one stream, so passes of
 different signatures may share input buffers and scratch memory.
@@ -23,7 +23,7 @@ from weakref import WeakValueDictionary
 import torch
 from torch import Tensor
 
-from paraflash.model.inputs import Inputs, Packed
+from paraflash.model.inputs import Inputs, Packed, to_device
 from paraflash.parallel.mesh import Collective, Mesh
 
 log = logging.getLogger("paraflash.graphs")
@@ -31,8 +31,8 @@ log = logging.getLogger("paraflash.graphs")
 MOST_GRAPHS = 48  # a graph of a large model takes tens of MB; the least recently used one goes
 MOST_SEEN = 256  # signatures remembered after their first pass
 
-EngramLookup = Callable[[int], Tensor]  # rows of the n-th Engram layer
-Forward = Callable[[Inputs, EngramLookup], Tensor]
+Staged = Callable[[], Tensor]  # waits for the step's Engram bytes, uint8 on the host
+Forward = Callable[[Inputs, Tensor], Tensor]  # the bytes on the device
 Capture = Callable[[Callable[[], Tensor]], Callable[[], Tensor]]
 
 
@@ -40,7 +40,7 @@ Capture = Callable[[Callable[[], Tensor]], Callable[[], Tensor]]
 class Recorded:
     replay: Callable[[], Tensor]  # gives the pass's result, which the next pass may overwrite
     index: Tensor  # where it reads the packed inputs
-    engram: list[Tensor]
+    engram: Tensor  # and the Engram bytes
     collectives: list[Collective]
 
 
@@ -56,17 +56,16 @@ class StepGraphs:
         self.captures = self.replays = 0
         mesh.before_close.append(self._graphs.clear)  # NCCL closes no group that is part of a graph
 
-    def run(self, packed: Packed, engram: EngramLookup, engram_layers: int, forward: Forward) -> Tensor:
-        """forward(inputs, engram) on the mesh's device; the result is valid until the next call."""
+    def run(self, packed: Packed, staged: Staged, forward: Forward) -> Tensor:
+        """forward(inputs, Engram bytes) on the mesh's device; the result is valid until the next call."""
         recorded = self._graphs.get(packed.signature)
         if recorded is None and self._repeats(packed.signature):
-            recorded = self._record(packed, [engram(n) for n in range(engram_layers)], forward)
+            recorded = self._record(packed, staged(), forward)
         if recorded is None:
-            return forward(packed.sent_to(self._mesh.device), engram)
+            return forward(packed.sent_to(self._mesh.device), to_device(staged(), self._mesh.device))
         self._graphs.move_to_end(packed.signature)
         recorded.index.copy_(packed.host, non_blocking=True)
-        for n, rows in enumerate(recorded.engram):
-            rows.copy_(engram(n))
+        recorded.engram.copy_(staged(), non_blocking=True)
         self.replays += 1
         self._mesh.log_again(recorded.collectives)
         return recorded.replay()
@@ -85,18 +84,18 @@ class StepGraphs:
             self._seen.popitem(last=False)
         return known
 
-    def _record(self, packed: Packed, engram: list[Tensor], forward: Forward) -> Recorded | None:
+    def _record(self, packed: Packed, staged: Tensor, forward: Forward) -> Recorded | None:
         """None where capturing fails: the pass, and all that have no graph yet, run as they are from then on."""
         assert self._capture is not None
         index = self._buffer("index", packed.host)
-        rows = [self._buffer(n, x) for n, x in enumerate(engram)]
+        engram = self._buffer("engram", staged)
         if len(self._graphs) >= self._most:
             forgotten, _ = self._graphs.popitem(last=False)
             self._seen.pop(forgotten, None)  # or shapes in rotation would be captured each time they come
         replay, problem = None, "on another rank"
         with self._mesh.separate_log() as collectives:
             try:
-                replay = self._capture(lambda: forward(packed.on(index), rows.__getitem__))
+                replay = self._capture(lambda: forward(packed.on(index), engram))
             except Exception as error:  # an engine that serves goes on without
                 problem = f"{type(error).__name__}: {error}"
         with self._mesh.separate_log():
@@ -106,7 +105,7 @@ class StepGraphs:
             self._capture = None
             return None
         self.captures += 1
-        found = self._graphs[packed.signature] = Recorded(replay, index, rows, collectives)
+        found = self._graphs[packed.signature] = Recorded(replay, index, engram, collectives)
         return found
 
     def _buffer(self, name: Hashable, like: Tensor) -> Tensor:

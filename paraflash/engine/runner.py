@@ -26,7 +26,7 @@ from paraflash.checkpoint.progress import show_progress
 from paraflash.checkpoint.tensors import Shard, split_range
 from paraflash.config.engine import EngineConfig
 from paraflash.config.model import ModelConfig
-from paraflash.engine.engram_rows import EngramRows
+from paraflash.engine.engram_rows import EngramRows, Lookup
 from paraflash.engine.engram_shards import EngramShards
 from paraflash.engine.graphs import StepGraphs, cuda_capture
 from paraflash.engine.messages import Sampled, SampleSpec, StepInput, StepOutput, StepRequest, TokenLogprobs
@@ -83,7 +83,11 @@ class ModelRunner:
             else:
                 self.token_map = engram_hash.load_token_map(path, model)
         on_device = not config.engram_config.get("cpu_offload", True) and config.load_format != "dummy"
-        self.engram = EngramShards(self.tables, mesh) if on_device else EngramRows(self.tables, mesh.device)
+        self.engram: EngramRows | EngramShards
+        if on_device:
+            self.engram = EngramShards(self.tables, mesh, model.engram_columns)
+        else:
+            self.engram = EngramRows(self.tables, mesh.device, model.engram_columns)
         self.weight_bytes = sum(w.nbytes for w in weights.values())
         self.transformer = Transformer(model, weights, self.kernels, self.numerics, mesh, first_expert, first_token)
         del weights
@@ -226,7 +230,13 @@ class ModelRunner:
         spans = spans_of(requests)
         plan = plan_of(spans, mesh.pcp.size)
         local = plan.rows[mesh.pcp.rank]
-        engram = self._engram_rows(requests, local, RowGather(mesh.pcp, [len(r) for r in plan.rows], "engram"))
+        hashed = self._engram_ids(requests, local)
+        replays = graphs is not None and (decodes or all(_in_blocks(r, size) for r in requests))
+        staged = lookup = None
+        if hashed is not None and replays:
+            staged = self.engram.stage(hashed)
+        elif hashed is not None:
+            lookup = self.engram.start(hashed, RowGather(mesh.pcp, [len(r) for r in plan.rows], "engram"))
         batch = build_batch(spans, plan, model, mesh, size, spare_slot=spare_slot)
         kept = [
             s.length if r.kept_rows < 0 else min(r.kept_rows, s.length) for r, s in zip(requests, spans, strict=True)
@@ -236,14 +246,15 @@ class ModelRunner:
             trailing = build_trailing(spans, kept, batch, model, mesh, size)
         token_ids = np.concatenate([r.token_ids for r in requests]).astype(np.int64)[local]
         inputs = Inputs(torch.from_numpy(token_ids), batch, trailing)
-        if graphs is not None and (decodes or all(_in_blocks(r, size) for r in requests)):
+        if replays:
+            assert graphs is not None
             inputs.step = () if decodes else step_shape(spans, kept, model.window)
             packed = Packed(inputs, pinned=mesh.device.type == "cuda")
-            hidden = graphs.run(packed, engram, len(self.engram.tables), self._forward)
+            hidden = graphs.run(packed, staged or no_bytes, self._forward_staged)
         elif mesh.device.type == "cuda":
-            hidden = self._forward(Packed(inputs, pinned=True).sent_to(mesh.device), engram)
+            hidden = self._forward(Packed(inputs, pinned=True).sent_to(mesh.device), lookup)
         else:
-            hidden = self._forward(inputs, engram)
+            hidden = self._forward(inputs, lookup)
         self.progress()
         output = self._finish(step, hidden, trailing.batch if trailing else batch)
         seconds = mesh.take_seconds()
@@ -251,22 +262,24 @@ class ModelRunner:
             output.timings = seconds
         return output
 
-    def _forward(self, inputs: Inputs, engram: Callable[[int], Tensor]) -> Tensor:
+    def _forward(self, inputs: Inputs, engram: Lookup | None) -> Tensor:
+        """engram: None for a model without Engram layers."""
         return self.transformer.forward(
-            inputs.token_ids, engram, inputs.batch, self.cache, inputs.trailing, self.progress
+            inputs.token_ids, engram or no_rows, inputs.batch, self.cache, inputs.trailing, self.progress
         )
 
-    def _engram_rows(
-        self, requests: Sequence[StepRequest], local: np.ndarray, everyone: RowGather
-    ) -> Callable[[int], Tensor]:
-        """Look-up of this step's Engram rows by layer ordinal. Ids are known on every rank: they need no exchange."""
+    def _forward_staged(self, inputs: Inputs, engram: Tensor) -> Tensor:
+        return self._forward(inputs, self.engram.staged_rows(engram, len(inputs.token_ids), inputs.batch.all_rows))
+
+    def _engram_ids(self, requests: Sequence[StepRequest], local: np.ndarray) -> np.ndarray | None:
+        """[T, layers, columns] Engram rows that this rank's tokens read. Known on every rank: they need no exchange."""
         model = self.model_config
         if self.token_map is None:
-            return lambda n: torch.empty(0)
+            return None
         windows = [engram_hash.make_windows(r.token_ids, r.lookback, model.engram_max_ngram) for r in requests]
         ids = engram_hash.hash_windows(model, self.token_map, np.concatenate(windows)[local])
         self.transformer.probe("engram.hash_ids", ids)
-        return self.engram.start(ids, everyone)
+        return ids
 
     def _finish(self, step: StepInput, hidden: Tensor, batch: LocalBatch) -> StepOutput | None:
         """Gathers the rows whose logits are wanted and turns them into tokens on rank 0."""
@@ -318,6 +331,14 @@ def rows_at(x: Tensor, index: np.ndarray) -> Tensor:
     if np.array_equal(index, np.arange(first, first + count)):
         return x[first : first + count]
     return x[to_device(torch.from_numpy(index), x.device)]
+def no_rows(n: int) -> Tensor:
+    raise ValueError(f"Engram layer {n} of a model without any")
+
+
+def no_bytes() -> Tensor:
+    return torch.empty(0, dtype=torch.uint8)
+
+
 
 
 def padded_rows(rows: int, ranks: int) -> int:

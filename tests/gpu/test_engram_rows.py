@@ -14,6 +14,7 @@ if not torch.cuda.is_available():
 from paraflash.checkpoint.load import Checkpoint, open_engram_tables
 from paraflash.config.model import load_config
 from paraflash.engine.engram_rows import EngramRows
+from paraflash.model.inputs import to_device
 
 GOLDEN = Path(__file__).parent.parent / "data" / "golden"
 
@@ -25,6 +26,8 @@ def test_rows_fetched_ahead_equal_lookups(name: str, count: int) -> None:
     tables = open_engram_tables(Checkpoint.open(GOLDEN / name), model, torch.bfloat16)
     draw = np.random.default_rng(count)
     ids = draw.integers(0, min(model.engram_rows), (count, len(tables), model.engram_columns))
-    found = EngramRows(tables, torch.device("cuda", 0)).start(ids)
+    rows = EngramRows(tables, torch.device("cuda", 0), model.engram_columns)
+    ahead, staged = rows.start(ids), rows.staged_rows(to_device(rows.stage(ids)(), rows.device), count)
     for n, table in enumerate(tables):
-        assert torch.equal(found(n).cpu(), table.lookup(ids[:, n]).flatten(1))
+        wanted = table.lookup(ids[:, n]).flatten(1)
+        assert torch.equal(ahead(n).cpu(), wanted) and torch.equal(staged(n).cpu(), wanted)
