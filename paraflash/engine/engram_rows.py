@@ -18,7 +18,8 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from paraflash.checkpoint.engram_table import EngramTable, check_ids
+from paraflash.checkpoint.dummy import DummyEngramTable
+from paraflash.checkpoint.engram_table import check_ids
 from paraflash.parallel.exchange import RowGather
 
 THREADS = min(8, cpu_count() or 1)  # random reads of host memory: more do not help
@@ -30,12 +31,12 @@ Lookup = Callable[[int], Tensor]  # rows of the n-th Engram layer
 
 
 class EngramRows:
-    """Looks up rows in `tables` (one per Engram layer) for one device; a token reads `columns` rows of each."""
+    """Looks up rows in `tables` (one per Engram layer) for one device."""
 
-    def __init__(self, tables: Sequence[Any], device: torch.device, columns: int):
-        self.tables, self.device, self._columns = tables, device, columns
+    def __init__(self, tables: Sequence[Any], device: torch.device):
+        self.tables, self.device = tables, device
         self._gatherers = ThreadPoolExecutor(THREADS, "engram-gather")  # starts no thread before the first piece
-        self._ahead = device.type == "cuda" and all(isinstance(table, EngramTable) for table in tables)
+        self._ahead = device.type == "cuda" and not any(isinstance(table, DummyEngramTable) for table in tables)
         if self._ahead and tables:
             self._senders = ThreadPoolExecutor(1, "engram-send")
             self._stream = torch.cuda.Stream(device)
@@ -59,7 +60,7 @@ class EngramRows:
 
         Their number follows from the number of rows alone. Raises IndexError.
         """
-        places, size = self._places(len(ids))
+        places, size = self._places(len(ids) * ids.shape[2])
         buffer = torch.empty(size, dtype=torch.uint8, pin_memory=self.device.type == "cuda")
         into, work = buffer.numpy(), []
         piece = min(PIECE, max(FEW, ids.size // (4 * THREADS)))
@@ -81,12 +82,12 @@ class EngramRows:
 
         return gathered
 
-    def staged_rows(self, buffer: Tensor, count: int, everyone: RowGather | None = None) -> Lookup:
-        """Rows from a copy of the bytes that `stage` gathered for a step of `count` rows, on the copy's device."""
+    def staged_rows(self, buffer: Tensor, count: int, columns: int, everyone: RowGather | None = None) -> Lookup:
+        """Rows from a copy of the bytes that `stage` gathered for ids [count, layers, columns], on its device."""
+        places, _ = self._places(count * columns)
 
         def lookup(n: int) -> Tensor:
-            table, columns = self.tables[n], self._columns
-            raw_at, scale_at = self._places(count)[0][n]
+            table, (raw_at, scale_at) = self.tables[n], places[n]
             raw, scale = (
                 buffer[at : at + count * columns * width].view(count * columns, width)
                 for at, width in ((raw_at, table.row_bytes), (scale_at, table.scale_bytes))
@@ -97,11 +98,11 @@ class EngramRows:
         return lookup
 
     def _places(self, count: int) -> tuple[list[tuple[int, int]], int]:
-        """Where in a staged buffer each layer's stored rows and scales begin, for `count` tokens, and its size."""
+        """Where in a staged buffer each layer's `count` stored rows and their scales begin, and its size."""
         places, size = [], 0
         for table in self.tables:
-            sizes = (count * self._columns * width for width in (table.row_bytes, table.scale_bytes))
-            sizes = (count * self._columns * width for width in (table.row_bytes, table.scale_bytes))
+            sizes = (count * width for width in (table.row_bytes, table.scale_bytes))
+            sizes = (count * width for width in (table.row_bytes, table.scale_bytes))
             ends = [-(-n // ALIGNED) * ALIGNED for n in sizes]
             places.append((size, size + ends[0]))
             size += sum(ends)

@@ -57,9 +57,8 @@ class TableShard:
 class EngramShards:
     """Looks up rows in tables that lie on the devices of a mesh."""
 
-    def __init__(self, tables: Sequence[EngramTable], mesh: Mesh, columns: int):
-        """columns: rows of each table that a token reads."""
-        self.tables, self._mesh, self._columns = tables, mesh, columns
+    def __init__(self, tables: Sequence[EngramTable], mesh: Mesh):
+        self.tables, self._mesh = tables, mesh
         self._shards = [TableShard(table, mesh.tp.rank, mesh.tp.size, mesh.device) for table in tables]
 
     @property
@@ -68,7 +67,7 @@ class EngramShards:
 
     def start(self, ids: NDArray[np.integer], everyone: RowGather) -> Callable[[int], Tensor]:
         """As `EngramRows.start`; everyone: the step's rows of all PCP ranks, which give the sums a common shape."""
-        return self.staged_rows(to_device(self.stage(ids)(), self._mesh.device), len(ids), everyone)
+        return self.staged_rows(to_device(self.stage(ids)(), self._mesh.device), len(ids), ids.shape[2], everyone)
 
     def stage(self, ids: NDArray[np.integer]) -> Callable[[], Tensor]:
         """As `EngramRows.stage`: here the bytes are those of the ids, layer by layer."""
@@ -77,9 +76,9 @@ class EngramShards:
         staged = staged.pin_memory() if self._mesh.device.type == "cuda" else staged
         return lambda: staged
 
-    def staged_rows(self, buffer: Tensor, count: int, everyone: RowGather) -> Callable[[int], Tensor]:
+    def staged_rows(self, buffer: Tensor, count: int, columns: int, everyone: RowGather) -> Callable[[int], Tensor]:
         """As `EngramRows.staged_rows`, summed over TP where a layer asks for it."""
-        ids = buffer.view(torch.int64).view(len(self.tables), count, self._columns)
+        ids = buffer.view(torch.int64).view(len(self.tables), count, columns)
 
         def lookup(n: int) -> Tensor:
             return sum_over_tp(self._mesh.tp, self._shards[n].lookup(ids[n]).flatten(1), everyone, "engram")

@@ -84,10 +84,7 @@ class ModelRunner:
                 self.token_map = engram_hash.load_token_map(path, model)
         on_device = not config.engram_config.get("cpu_offload", True) and config.load_format != "dummy"
         self.engram: EngramRows | EngramShards
-        if on_device:
-            self.engram = EngramShards(self.tables, mesh, model.engram_columns)
-        else:
-            self.engram = EngramRows(self.tables, mesh.device, model.engram_columns)
+        self.engram = EngramShards(self.tables, mesh) if on_device else EngramRows(self.tables, mesh.device)
         self.weight_bytes = sum(w.nbytes for w in weights.values())
         self.transformer = Transformer(model, weights, self.kernels, self.numerics, mesh, first_expert, first_token)
         del weights
@@ -269,7 +266,8 @@ class ModelRunner:
         )
 
     def _forward_staged(self, inputs: Inputs, engram: Tensor) -> Tensor:
-        return self._forward(inputs, self.engram.staged_rows(engram, len(inputs.token_ids), inputs.batch.all_rows))
+        count, columns = len(inputs.token_ids), self.model_config.engram_columns
+        return self._forward(inputs, self.engram.staged_rows(engram, count, columns, inputs.batch.all_rows))
 
     def _engram_ids(self, requests: Sequence[StepRequest], local: np.ndarray) -> np.ndarray | None:
         """[T, layers, columns] Engram rows that this rank's tokens read. Known on every rank: they need no exchange."""
@@ -325,12 +323,6 @@ class ModelRunner:
         return found
 
 
-def rows_at(x: Tensor, index: np.ndarray) -> Tensor:
-    """x[index]; where the rows lie one behind the other, as they mostly do, without a copy."""
-    first, count = (int(index[0]) if len(index) else 0), len(index)
-    if np.array_equal(index, np.arange(first, first + count)):
-        return x[first : first + count]
-    return x[to_device(torch.from_numpy(index), x.device)]
 def no_rows(n: int) -> Tensor:
     raise ValueError(f"Engram layer {n} of a model without any")
 
@@ -345,6 +337,12 @@ def padded_rows(rows: int, ranks: int) -> int:
     """Rows of a decode step of `rows` requests: equally many on each PCP rank, in steps of at most a half."""
     each = -(-rows // ranks)
     power = power_of_2(each)
+def rows_at(x: Tensor, index: np.ndarray) -> Tensor:
+    """x[index]; where the rows lie one behind the other, as they mostly do, without a copy."""
+    first, count = (int(index[0]) if len(index) else 0), len(index)
+    if np.array_equal(index, np.arange(first, first + count)):
+        return x[first : first + count]
+    return x[to_device(torch.from_numpy(index), x.device)]
     return ranks * (power * 3 // 4 if power > 16 and each <= power * 3 // 4 else power)
 
 

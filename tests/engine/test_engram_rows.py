@@ -32,8 +32,8 @@ def test_staged_rows_equal_lookups(name: str, count: int) -> None:
     model, tables = tables_of(name)
     ids = np.random.default_rng(count).integers(0, min(model.engram_rows), (count, len(tables), model.engram_columns))
     assert (ids.size > FEW) == (count == 700), "some are gathered here, some by threads"
-    rows = EngramRows(tables, CPU, model.engram_columns)
-    found = rows.staged_rows(rows.stage(ids)().clone(), count)
+    rows = EngramRows(tables, CPU)
+    found = rows.staged_rows(rows.stage(ids)().clone(), count, model.engram_columns)
     for n, table in enumerate(tables):
         assert torch.equal(found(n), table.lookup(ids[:, n]).flatten(1))
 
@@ -44,4 +44,4 @@ def test_a_row_outside_of_a_table_is_refused(count: int) -> None:
     ids = np.zeros((count, len(tables), model.engram_columns), np.int64)
     ids[-1, 1, 2] = model.engram_rows[1]
     with pytest.raises(IndexError, match=f"row {model.engram_rows[1]} is outside a table of"):
-        EngramRows(tables, CPU, model.engram_columns).stage(ids)
+        EngramRows(tables, CPU).stage(ids)

@@ -26,8 +26,11 @@ def test_rows_fetched_ahead_equal_lookups(name: str, count: int) -> None:
     tables = open_engram_tables(Checkpoint.open(GOLDEN / name), model, torch.bfloat16)
     draw = np.random.default_rng(count)
     ids = draw.integers(0, min(model.engram_rows), (count, len(tables), model.engram_columns))
-    rows = EngramRows(tables, torch.device("cuda", 0), model.engram_columns)
-    ahead, staged = rows.start(ids), rows.staged_rows(to_device(rows.stage(ids)(), rows.device), count)
+    rows = EngramRows(tables, torch.device("cuda", 0))
+    ahead, staged = (
+        rows.start(ids),
+        rows.staged_rows(to_device(rows.stage(ids)(), rows.device), count, model.engram_columns),
+    )
     for n, table in enumerate(tables):
         wanted = table.lookup(ids[:, n]).flatten(1)
         assert torch.equal(ahead(n).cpu(), wanted) and torch.equal(staged(n).cpu(), wanted)
