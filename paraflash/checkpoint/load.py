@@ -139,7 +139,7 @@ def assemble(
     total, done = sum(_stored_bytes(spec, slices) for spec, slices in todo), 0
     first, end = shard.experts(model.num_experts)
     for spec, slices in todo:
-        keep = keeps(spec, keep_quantized)
+        keep = keeps(spec, slices, keep_quantized)
         if spec.expert is None:
             target = weights[spec.name] = _allocate(spec, slices, None, dtype, device, keep)
         else:

@@ -8,11 +8,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from paraflash.checkpoint.tensors import BLOCK, Shard, TensorSpec, shard_slices, tensor_table
+from paraflash.checkpoint.tensors import BLOCK, Shard, Slices, TensorSpec, shard_slices, tensor_table
 from paraflash.config.model import ModelConfig
 
 if TYPE_CHECKING:
     import torch
+
+FP8_LINEARS = "fp8_linears"  # a kind of `keep_quantized`: the FP8 tensors that `one_byte` names
+ONE_BYTE_UNITS = (128, 64)  # outputs and inputs of a one-byte product on a GPU come in multiples of these
 
 
 class NotEnoughMemory(MemoryError):
@@ -23,7 +26,13 @@ class NotEnoughMemory(MemoryError):
 class RankBytes:
     device: int  # weights that the rank allocates
     experts: int  # of these, routed experts
+    embeddings: int  # of these, embedding and head
     engram: int  # file bytes that the node maps, once for all its ranks
+
+    @property
+    def dense(self) -> int:
+        """What is neither routed experts nor embedding and head."""
+        return self.device - self.experts - self.embeddings
 
 
 def stored_bytes(spec: TensorSpec) -> int:
@@ -38,32 +47,58 @@ def rank_bytes(
     itemsize: int,
     keep_quantized: bool | Collection[str] = False,
 ) -> RankBytes:
-    """What `load_weights` allocates for a rank: `itemsize` bytes a value (2 for bfloat16), F32 tensors always 4."""
-    device = experts = engram = 0
+    """What `load_weights` allocates for a rank: `itemsize` bytes a value (2 for bfloat16), F32 tensors always 4.
+
+    FP8_LINEARS count as the products take them, with a scale for 32 values; they are loaded with one for 32x32.
+    """
+    device = experts = embeddings = engram = 0
     for spec in tensor_table(model):
         if spec.split.kind == "engram":
             engram += stored_bytes(spec)
         slices = None if spec.optional else shard_slices(spec, shard)
         if slices is None:
             continue
-        shape = [part.stop - part.start for part in slices]
-        values = math.prod(shape)
-        if keeps(spec, keep_quantized) and spec.dtype == "fp4":
-            size = values // 2 + values // BLOCK
-        elif keeps(spec, keep_quantized) and spec.dtype == "fp8":
-            size = values + math.prod(-(-part.stop // BLOCK) - part.start // BLOCK for part in slices)
-        else:
-            size = values * (4 if spec.dtype == "f32" else itemsize)
+        size = _loaded_bytes(spec, slices, itemsize, keep_quantized)
         device += size
         experts += size if spec.expert is not None else 0
-    return RankBytes(device, experts, engram)
+        embeddings += size if spec.name in ("embed.weight", "head.weight") else 0
+    return RankBytes(device, experts, embeddings, engram)
 
 
-def keeps(spec: TensorSpec, keep_quantized: bool | Collection[str]) -> bool:
-    """Whether a tensor stays in its stored codes: all quantised ones, none, or those of the kinds named."""
+def _loaded_bytes(spec: TensorSpec, slices: Slices, itemsize: int, keep_quantized: bool | Collection[str]) -> int:
+    values = math.prod(part.stop - part.start for part in slices)
+    if not keeps(spec, slices, keep_quantized):
+        return values * (4 if spec.dtype == "f32" else itemsize)
+    if spec.dtype == "fp4":
+        return values // 2 + values // BLOCK
+    if not isinstance(keep_quantized, bool) and "fp8" not in keep_quantized:
+        return values + values // BLOCK
+    return values + math.prod(-(-part.stop // BLOCK) - part.start // BLOCK for part in slices)
+
+
+def one_byte(spec: TensorSpec, slices: Slices) -> bool:
+    """Whether a rank's part of a tensor is an FP8 linear that can stay in one byte (kernels/cuda/fp8_linear.py).
+
+    Routed experts, the grouped output projection, other multiples and parts that cut a scale block cannot.
+    """
+    if spec.dtype != "fp8" or spec.expert is not None or spec.grouped:
+        return False
+    fits = (not (part.stop - part.start) % unit for part, unit in zip(slices, ONE_BYTE_UNITS, strict=True))
+    return all(fits) and all(part.stop > part.start and not part.start % BLOCK for part in slices)
+
+
+def engram_share(model: ModelConfig, tp_size: int) -> int:
+    """Bytes of a rank's share of all Engram tables where they lie on the devices (engine/engram_shards.py)."""
+    tables = [spec for spec in tensor_table(model) if spec.split.kind == "engram"]
+    return sum((-(-spec.shape[0] // tp_size) + 1) * (stored_bytes(spec) // spec.shape[0]) for spec in tables)
+
+
+def keeps(spec: TensorSpec, slices: Slices, keep_quantized: bool | Collection[str]) -> bool:
+    """Whether a rank's part of a tensor stays in its stored codes: of all quantised ones, of none, or of the kinds
+    named, which are dtypes of the table and FP8_LINEARS."""
     if isinstance(keep_quantized, bool):
         return keep_quantized and spec.scale_name is not None
-    return spec.dtype in keep_quantized
+    return spec.dtype in keep_quantized or (FP8_LINEARS in keep_quantized and one_byte(spec, slices))
 
 
 def available_memory(device: torch.device | str) -> int | None:

@@ -65,6 +65,7 @@ class TensorSpec:
     layer: int | None = None
     expert: int | None = None
     optional: bool = False  # may be absent; text generation never reads it
+    grouped: bool = False  # multiplied group by group, not as one linear
 
     @property
     def scale_name(self) -> str | None:
@@ -147,7 +148,7 @@ def _layer_tensors(model: ModelConfig, layer: LayerSpec, fp8: str) -> list[Tenso
     add("attn.wkv.weight", (model.head_dim, hidden), fp8)
     add("attn.kv_norm.weight", (model.head_dim,))
     add("attn.attn_sink", (model.num_heads,), "f32", Split("rows", model.heads_per_group, by_heads))
-    add("attn.wo_a.weight", (groups * rank, group_width), fp8, Split("rows", rank, by_group))
+    add("attn.wo_a.weight", (groups * rank, group_width), fp8, Split("rows", rank, by_group), grouped=True)
     add("attn.wo_b.weight", (hidden, groups * rank), fp8, Split("cols", rank, by_group))
     if layer.owns_kv:
         add("attn.compressor.wkv.weight", (model.head_dim, hidden))

@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 KV_CACHE_DTYPES = ("auto", "fp8_ds_mla", "nvfp4_ds_mla", "bfloat16", "float32")
+DENSE_WEIGHTS = ("auto", "bf16", "fp8")
 BLOCK_SIZE = 64
 
 
@@ -32,6 +33,7 @@ class EngineConfig:
     all2all_backend: str = "allgather_reducescatter"
     moe_backend: str = "auto"
     attention_backend: str = "auto"
+    dense_weights: str = "auto"  # FP8 linears on a GPU: bf16 (expanded), fp8 (one byte), auto (bf16 where it fits)
     kv_cache_dtype: str = "auto"
     kv_cache_rounding: str = "trained"  # trained, none: modes R and R0 of the model
     block_size: int = BLOCK_SIZE

@@ -1,7 +1,8 @@
 """Fills in what a user left open and refuses what cannot work, before any process starts.
 
 `resolve(config, model)` gives an `EngineConfig` without "auto": device, dtypes, backends and limits are chosen. Only
-`max_model_len` may stay None; it is settled by `fit_to_pool` when the size of the KV pool is known.
+`max_model_len` may stay None; it is settled by `fit_to_pool` when the size of the KV pool is known. And `dense_weights`
+may stay auto on a GPU, where the memory plan settles it (memory_plan.py).
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ from collections.abc import Iterable
 from dataclasses import replace
 from typing import Any
 
-from paraflash.config.engine import BLOCK_SIZE, KV_CACHE_DTYPES, EngineConfig, Refused
+from paraflash.config.engine import BLOCK_SIZE, DENSE_WEIGHTS, KV_CACHE_DTYPES, EngineConfig, Refused
 from paraflash.config.model import ModelConfig
 
 logger = logging.getLogger(__name__)
@@ -28,6 +29,7 @@ _CHOICES: dict[str, tuple[str, ...]] = {
     "load_format": ("auto", "dummy"),
     "all2all_backend": ("allgather_reducescatter",),
     "moe_backend": MOE_BACKENDS,
+    "dense_weights": DENSE_WEIGHTS,
     "attention_backend": ATTENTION_BACKENDS,
 }
 _AT_LEAST = {
@@ -84,7 +86,7 @@ def resolve(config: EngineConfig, model: ModelConfig) -> EngineConfig:
         async_scheduling=False,
     )
     _check_widths(config, model)
-    return _choose_backends(config)
+    return _choose_backends(_choose_dense_weights(config, model))
 
 
 def fit_to_pool(config: EngineConfig, model: ModelConfig, num_blocks: int) -> EngineConfig:
@@ -238,6 +240,21 @@ def _kv_cache_dtype(config: EngineConfig, dtype: str) -> str:
     if config.device == "cuda":
         return "bfloat16"
     return "nvfp4_ds_mla" if config.kv_cache_rounding == "trained" else dtype
+
+
+def _choose_dense_weights(config: EngineConfig, model: ModelConfig) -> EngineConfig:
+    """`config.device` and `dtype` are chosen. The package and the GPU are looked at by each rank."""
+    if config.device == "cpu":
+        why = "one-byte products run on a GPU, device is cpu"
+    elif config.dtype != "bfloat16":
+        why = f"one-byte products compute in bfloat16, dtype is {config.dtype}"
+    elif model.quant is None:
+        why = "the linears of this checkpoint are not FP8"
+    else:
+        return config
+    if config.dense_weights == "fp8":
+        raise Refused(f"dense_weights is fp8: {why}; use --dense-weights bf16 or auto")
+    return replace(config, dense_weights="bf16")
 
 
 def _choose_backends(config: EngineConfig) -> EngineConfig:

@@ -13,7 +13,7 @@ from dataclasses import MISSING, fields
 from typing import Any
 
 from paraflash.arguments import json_object
-from paraflash.config.engine import KV_CACHE_DTYPES, EngineConfig
+from paraflash.config.engine import DENSE_WEIGHTS, KV_CACHE_DTYPES, EngineConfig
 from paraflash.engine.options import FOREIGN_OPTIONS, check_foreign_options
 
 _UNITS = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "K": 2**10, "M": 2**20, "G": 2**30}
@@ -90,6 +90,13 @@ def add_engine_flags(parser: argparse.ArgumentParser) -> None:
     )
     _value(model, "attention_backend", str, "attention kernels")
     _value(model, "moe_backend", str, "kernels of the routed experts")
+    _value(
+        model,
+        "dense_weights",
+        str,
+        "FP8 linears on a GPU: bf16: expanded at load; fp8: one byte; auto: bf16 where the memory plan has room",
+        choices=DENSE_WEIGHTS,
+    )
     _switch(model, "enforce_eager", "never use CUDA graphs")
     _value(model, "seed", int, "seed of requests that bring none")
 

@@ -7,7 +7,6 @@ logits are wanted leave a rank on the way out.
 from __future__ import annotations
 
 import contextlib
-import logging
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -21,7 +20,7 @@ from paraflash.cache.store import KVCache, block_bytes, window_bytes
 from paraflash.cache.window import Span
 from paraflash.checkpoint.dummy import dummy_engram_tables, dummy_weights
 from paraflash.checkpoint.load import Checkpoint, Weights, load_weights, open_engram_tables
-from paraflash.checkpoint.memory import available_memory, check_memory
+from paraflash.checkpoint.memory import FP8_LINEARS, available_memory, check_memory
 from paraflash.checkpoint.progress import show_progress
 from paraflash.checkpoint.tensors import Shard, split_range
 from paraflash.config.engine import EngineConfig
@@ -29,6 +28,7 @@ from paraflash.config.model import ModelConfig
 from paraflash.engine.engram_rows import EngramRows, Lookup
 from paraflash.engine.engram_shards import EngramShards
 from paraflash.engine.graphs import StepGraphs, cuda_capture
+from paraflash.engine.memory_plan import LONG_CONTEXT_BYTES, log_held, settle_dense_weights, usable_memory
 from paraflash.engine.messages import Sampled, SampleSpec, StepInput, StepOutput, StepRequest, TokenLogprobs
 from paraflash.engine.sampler import prompt_logprobs, sample
 from paraflash.kernels import make_kernels
@@ -37,15 +37,12 @@ from paraflash.model import engram_hash
 from paraflash.model.batch import LocalBatch, build_batch, build_trailing, plan_of
 from paraflash.model.inputs import Inputs, Packed, step_shape, to_device
 from paraflash.model.transformer import Transformer, no_probe
-from paraflash.model.weights import Numerics
+from paraflash.model.weights import Numerics, pack_linears
 from paraflash.parallel.exchange import RowGather
 from paraflash.parallel.mesh import Mesh
 from paraflash.parallel.plan import pick_rows
 
-log = logging.getLogger("paraflash.runner")
-
 DEFAULT_CPU_KV_BYTES = 1 << 30
-LONG_CONTEXT_BYTES = 3 << 30  # what a step at the end of a long context takes more than one at its start
 LOGIT_ROWS = 256  # rows of logits held at a time for prompt log-probabilities
 
 
@@ -74,7 +71,12 @@ class ModelRunner:
         first_expert, _ = self._shard.experts(model.num_experts)
         first_token, _ = split_range(model.vocab_size, mesh.tp.rank, mesh.tp.size)
         self.token_map = None
+        slots, graphs = self._slots + self._spare_slots, self.graphs is not None
+        self.dense_weights = settle_dense_weights(
+            config, model, mesh, self.format, self.kernels, slots, self._spare_rows, graphs
+        )
         weights = self._load_weights()
+        pack_linears(weights, self.kernels)
         if model.engram_layers:
             engram_hash.check_tables(model)
             path = Path(config.tokenizer or config.model) / "tokenizer.json"
@@ -96,16 +98,13 @@ class ModelRunner:
         size += (self._slots + self._spare_slots) * window_bytes(model, self.format)
         check_memory(size, mesh.device, f"a KV cache of {blocks} blocks and {self._slots} windows")
         self.cache = self._make_cache(blocks, self._slots)
-        gib = {name: value / 2**30 for name, value in self.cache_info().items() if name.endswith("_bytes")}
-        log.info(
-            "memory of rank %d: weights %.2f GiB, steps %.2f GiB, caches %.2f GiB in %d blocks",
-            mesh.rank, gib["weight_bytes"], gib["step_bytes"], gib["cache_bytes"], blocks,
-        )  # fmt: skip
+        log_held(self.cache_info())
 
     def _load_weights(self) -> Weights:
         """This rank's shard; also opens the Engram tables. Rank 0 shows the progress of its own shard."""
         config, model, mesh = self.config, self.model_config, self.mesh
         dtype, stored = self.numerics.dtype, self.kernels.stored
+        stored += (FP8_LINEARS,) if self.dense_weights == "fp8" else ()
         self.tables: Sequence[Any]
         with contextlib.ExitStack() as stack:
             progress = stack.enter_context(show_progress("Loading weights (rank 0)")) if mesh.rank == 0 else None
@@ -169,8 +168,7 @@ class ModelRunner:
         if budget is None:
             windows = (self._slots + self._spare_slots) * window_bytes(model, self.format)
             if self.mesh.device.type == "cuda":
-                free, total = torch.cuda.mem_get_info(self.mesh.device)
-                budget = free - int(total * (1 - config.gpu_memory_utilization)) - step_bytes - windows
+                budget = usable_memory(self.mesh.device, config.gpu_memory_utilization) - step_bytes - windows
                 budget -= self._spare_rows * self.format.latent.nbytes
             else:
                 free = available_memory(self.mesh.device) or 0
@@ -200,6 +198,7 @@ class ModelRunner:
             "engram_host_bytes": sum(table.rows * table.dim for table in self.tables) if not on_device else 0,
             "engram_device_bytes": on_device.nbytes if on_device else 0,
             "kv_cache_dtype": self.format.name,
+            "dense_weights": self.dense_weights,
             "graphs": None if self.graphs is None else self.graphs.counts(),
             "kernels": self.kernels.name,
             "kernel_choices": dict(self.kernels.info),
@@ -331,18 +330,18 @@ def no_bytes() -> Tensor:
     return torch.empty(0, dtype=torch.uint8)
 
 
-
-
-def padded_rows(rows: int, ranks: int) -> int:
-    """Rows of a decode step of `rows` requests: equally many on each PCP rank, in steps of at most a half."""
-    each = -(-rows // ranks)
-    power = power_of_2(each)
 def rows_at(x: Tensor, index: np.ndarray) -> Tensor:
     """x[index]; where the rows lie one behind the other, as they mostly do, without a copy."""
     first, count = (int(index[0]) if len(index) else 0), len(index)
     if np.array_equal(index, np.arange(first, first + count)):
         return x[first : first + count]
     return x[to_device(torch.from_numpy(index), x.device)]
+
+
+def padded_rows(rows: int, ranks: int) -> int:
+    """Rows of a decode step of `rows` requests: equally many on each PCP rank, in steps of at most a half."""
+    each = -(-rows // ranks)
+    power = power_of_2(each)
     return ranks * (power * 3 // 4 if power > 16 and each <= power * 3 // 4 else power)
 
 

@@ -66,7 +66,12 @@ class Expert:
 class Kernels(Protocol):
     name: str
     stored: tuple[str, ...]  # kinds of quantised expert weights that `pack_experts` takes as stored
+    why_no_fp8_linears: str  # empty where `pack_linear` keeps FP8 linears in one byte
     info: dict[str, str]  # what runs where there is a choice; state of optional packages
+
+    def pack_linear(self, weight: Any) -> Any:
+        """The form of an FP8 linear that `linear` takes: QuantTensor [out, in], of those that `one_byte` names
+        (checkpoint/memory.py); called once, the weight may be given up after it. Not where `why_no_fp8_linears`."""
 
     def linear(self, x: Tensor, weight: Any, round_input: bool = False) -> Tensor:
         """x [T, in] @ weight [out, in]^T -> [T, out] in x dtype; round_input applies model.md 2.4 to x."""

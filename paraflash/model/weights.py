@@ -1,4 +1,4 @@
-"""Access to a rank's weights by layer, and the numeric mode of a run."""
+"""Access to a rank's weights by layer, their form for the kernels, and the numeric mode of a run."""
 
 from __future__ import annotations
 
@@ -7,6 +7,9 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+
+from paraflash.checkpoint.quant import QuantTensor
+from paraflash.kernels.interface import Kernels
 
 
 @dataclass(frozen=True)
@@ -37,3 +40,11 @@ class Weights:
 
     def under(self, name: str) -> Weights:
         return Weights(self.tensors, f"{self.prefix}{name}.")
+
+
+def pack_linears(tensors: MutableMapping[str, Any], kernels: Kernels) -> None:
+    """Replaces the FP8 linears that were kept as stored by what `Kernels.linear` takes, one after the other."""
+    for name in tensors:
+        weight = tensors[name]
+        if isinstance(weight, QuantTensor) and weight.kind == "fp8":
+            tensors[name] = kernels.pack_linear(weight)

@@ -12,9 +12,10 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+from paraflash.config.engine import DENSE_WEIGHTS
 from paraflash.config.model import ConfigError, ModelConfig, load_config, parse_config
 from paraflash.planner.hardware import USER_FILE, Hardware, load_hardware, save_entry
-from paraflash.planner.memory import DENSE_WEIGHTS, MemoryOptions
+from paraflash.planner.memory import MemoryOptions
 from paraflash.planner.predict import EFFICIENCIES, Prediction, predict_all, recommend
 from paraflash.planner.workload import Workload
 
@@ -54,9 +55,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--gpu-memory-utilization", type=float, default=0.92)
     parser.add_argument(
         "--dense-weights",
-        default="bf16",
+        default="auto",
         choices=DENSE_WEIGHTS,
-        help="fp8 linears: expanded to bf16, or kept (memory only)",
+        help="FP8 linears: expanded to bf16, or in one byte (memory only); auto: bf16 where it fits",
     )
     parser.add_argument(
         "--engram-config",
@@ -222,6 +223,7 @@ def _print_plan(
     main = Table(title=f"{head}, {backend} experts, bounded replay {replay}")
     for column in (
         "split",
+        "dense",
         "GPU a rank",
         "host a node",
         "KV tokens",
@@ -233,11 +235,12 @@ def _print_plan(
         main.add_column(column, justify="left" if column in ("split", "") else "right", no_wrap=column == "split")
     for p in predictions:
         if p.memory is None:
-            main.add_row(str(p.topology), *["-"] * 6, p.refused)
+            main.add_row(str(p.topology), *["-"] * 7, p.refused)
             continue
         change = p.tokens_per_second / first.tokens_per_second - 1 if first.tokens_per_second else 0.0
         main.add_row(
             str(p.topology),
+            p.memory.dense_weights,
             _size(p.memory.fixed),
             _size(p.memory.host_node),
             f"{p.memory.kv_tokens:,}",

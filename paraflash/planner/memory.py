@@ -6,19 +6,17 @@ replicated on every rank, so the tokens they hold are those of the fullest rank,
 
 from __future__ import annotations
 
-import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 
-from paraflash.checkpoint.tensors import Shard, TensorSpec, shard_slices, tensor_table
-from paraflash.config.engine import BLOCK_SIZE
+from paraflash.checkpoint.memory import FP8_LINEARS, rank_bytes
+from paraflash.checkpoint.tensors import Shard
+from paraflash.config.engine import BLOCK_SIZE, DENSE_WEIGHTS
 from paraflash.config.model import ModelConfig
 from paraflash.planner.cost import BF16, HEAD_TILE, RecordBytes
 from paraflash.planner.hardware import Hardware
 from paraflash.topology import Topology
 
-_VALUE_BYTES = {"bf16": 2.0, "f32": 4.0, "fp8": 1.0, "fp4": 0.5, "engram": 1.0}
-DENSE_WEIGHTS = ("bf16", "fp8")
 INDEX_SCORE_LIMIT = 512 * 2**20  # scores are made for as many queries at a time as this holds
 
 
@@ -27,7 +25,7 @@ class MemoryOptions:
     kv_cache_dtype: str = "bfloat16"
     gpu_memory_utilization: float = 0.92
     max_num_seqs: int = 256
-    dense_weights: str = "bf16"  # fp8 matrices: kept as stored, or expanded to bf16 at load
+    dense_weights: str = "auto"  # FP8 linears: bf16: expanded at load; fp8: one byte; auto: fp8 where it has to be
     engram_on_gpu: bool = False  # else one copy a node in host memory
 
 
@@ -43,6 +41,7 @@ class RankMemory:
     kv_bytes_per_token: float
     kv_tokens: int
     host_node: float  # Engram tables in host memory, one copy a node
+    dense_weights: str  # "bf16" or "fp8"
 
     @property
     def fixed(self) -> float:
@@ -57,36 +56,12 @@ def cache_records(model: ModelConfig, kv_cache_dtype: str) -> RecordBytes:
     return RecordBytes(layout.window.nbytes, layout.latent.nbytes, layout.index.nbytes)
 
 
-def tensor_bytes(spec: TensorSpec, shape: tuple[int, ...], expand: bool = False) -> float:
-    """Bytes of a tensor, or of a rank's part of `shape`, scales included; `expand`: fp8 kept as bf16."""
-    count = math.prod(shape)
-    if expand and spec.dtype == "fp8":
-        return count * BF16
-    scales = {"fp8": 32 * 32, "fp4": 32, "engram": 32}.get(spec.dtype) if spec.scale_name else None
-    if scales is None:
-        return count * _VALUE_BYTES[spec.dtype]
-    if shape == spec.shape:
-        return count * _VALUE_BYTES[spec.dtype] + math.prod(spec.scale_shape)
-    return count * (_VALUE_BYTES[spec.dtype] + 1 / scales)
-
-
 @lru_cache(maxsize=64)
-def weight_bytes(model: ModelConfig, topology: Topology, expand: bool) -> tuple[float, float, float]:
-    """(routed experts, all else, whole Engram tables) of rank 0 in bytes."""
-    experts = dense = engram = 0.0
-    for spec in tensor_table(model):
-        if spec.split.kind == "engram":
-            engram += tensor_bytes(spec, spec.shape)
-            continue
-        part = shard_slices(spec, Shard(0, topology.tp, topology.world))
-        if part is None:
-            continue
-        nbytes = tensor_bytes(spec, tuple(s.stop - s.start for s in part), expand and spec.expert is None)
-        if spec.expert is not None:
-            experts += nbytes
-        else:
-            dense += nbytes
-    return experts, dense, engram
+def weight_bytes(model: ModelConfig, topology: Topology, dense_weights: str) -> tuple[int, int, int]:
+    """(routed experts, all else, whole Engram tables) of rank 0 in bytes; dense_weights: "bf16" or "fp8"."""
+    kinds = ("fp4", FP8_LINEARS) if dense_weights == "fp8" else ("fp4",)
+    held = rank_bytes(model, Shard(0, topology.tp, topology.world), BF16, kinds)
+    return held.experts, held.device - held.experts, held.engram
 
 
 def kv_bytes_per_token(model: ModelConfig, records: RecordBytes) -> float:
@@ -117,19 +92,30 @@ def workspace_bytes(model: ModelConfig, topology: Topology, batch_budget: int, m
 def rank_memory(
     model: ModelConfig, topology: Topology, hardware: Hardware, options: MemoryOptions, batch_budget: int, max_len: int
 ) -> RankMemory:
-    """The memory plan of one rank; `kv_tokens` is 0 where the fixed part alone does not fit."""
+    """The memory plan of one rank; `kv_tokens` is 0 where the fixed part alone does not fit.
+
+    With dense_weights auto, FP8 linears stay in one byte only where bf16 ones leave no room for a prompt of max_len.
+    """
     if options.dense_weights not in DENSE_WEIGHTS:
         raise ValueError(f"dense_weights is {options.dense_weights!r}; one of {', '.join(DENSE_WEIGHTS)} is needed")
     if not 0 < options.gpu_memory_utilization <= 1:
         raise ValueError(f"gpu_memory_utilization is {options.gpu_memory_utilization}; above 0 and at most 1 is needed")
+    if options.dense_weights == "auto":
+        wide, narrow = (
+            rank_memory(model, topology, hardware, replace(options, dense_weights=form), batch_budget, max_len)
+            for form in ("bf16", "fp8")
+        )
+        fits = wide.fixed <= hardware.memory_bytes * options.gpu_memory_utilization
+        enough = fits and (wide.kv_tokens > max_len or not model.kv_owners)
+        return wide if enough or wide.dense == narrow.dense else narrow
     records = cache_records(model, options.kv_cache_dtype)
-    experts, dense, engram = weight_bytes(model, topology, options.dense_weights == "bf16")
+    experts, dense, engram = weight_bytes(model, topology, options.dense_weights)
     windows = window_bytes(model, records, options.max_num_seqs)
     workspace = workspace_bytes(model, topology, batch_budget, max_len)
     on_gpu = engram / topology.tp if options.engram_on_gpu else 0.0
     per_token = kv_bytes_per_token(model, records)
     free = hardware.memory_bytes * options.gpu_memory_utilization - experts - dense - on_gpu - windows - workspace
     tokens = max(0, int(free / per_token)) // BLOCK_SIZE * BLOCK_SIZE if per_token else 0
-    return RankMemory(
-        experts, dense, on_gpu, windows, workspace, per_token, tokens, 0.0 if options.engram_on_gpu else engram
-    )
+    host = 0.0 if options.engram_on_gpu else engram
+    form = options.dense_weights
+    return RankMemory(experts, dense, on_gpu, windows, workspace, per_token, tokens, host, form)

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import pytest
 
+from paraflash.checkpoint.memory import stored_bytes
 from paraflash.checkpoint.tensors import tensor_table
 from paraflash.planner.memory import (
     MemoryOptions,
     cache_records,
     kv_bytes_per_token,
     rank_memory,
-    tensor_bytes,
     weight_bytes,
     window_bytes,
 )
@@ -24,7 +24,7 @@ ENGRAM = (384006168 + 384016682) * 264
 
 def checkpoint_bytes() -> float:
     """Of all text tensors as stored."""
-    return sum(tensor_bytes(spec, spec.shape) for spec in tensor_table(released()))
+    return sum(stored_bytes(spec) for spec in tensor_table(released()))
 
 
 def fp8(params: int) -> int:
@@ -49,22 +49,39 @@ def test_text_tensors_and_draft_head_leave_the_published_total_just_the_vision_t
 
 @pytest.mark.parametrize("tp", [1, 2, 4, 8])
 def test_every_split_of_eight_holds_the_same_experts(tp):
-    experts, _, engram = weight_bytes(released(), Topology(tp, 8 // tp), False)
+    experts, _, engram = weight_bytes(released(), Topology(tp, 8 // tp), "bf16")
     assert experts == EXPERTS / 8
     assert engram == ENGRAM
 
 
-def test_dense_weights_of_one_rank_are_all_that_is_left_of_the_text_checkpoint():
-    _, dense, _ = weight_bytes(released(), Topology(1, 1), False)
-    assert dense == checkpoint_bytes() - EXPERTS - ENGRAM
+ATTENTION = 126_615_552  # parameters of wq_a, wq_b, wkv, wo_a, wo_b of a layer
+WO_A = 8192 * 4096
+FP8_PARAMS = 40 * (ATTENTION + 3 * 5120 * 2304) + 8 * 4096 * 1280 + 2 * 25600 * 6144
 
 
-def test_expanding_fp8_doubles_those_matrices_and_nothing_else():
-    stored = weight_bytes(released(), Topology(1, 1), False)
-    expanded = weight_bytes(released(), Topology(1, 1), True)
-    fp8_params = 40 * (126_615_552 + 3 * 5120 * 2304) + 8 * 4096 * 1280 + 2 * 25600 * 6144
-    assert expanded[1] - stored[1] == fp8_params - fp8_params // 1024
-    assert expanded[0] == stored[0]
+def test_bf16_dense_weights_are_what_is_left_of_the_text_checkpoint_with_its_fp8_expanded():
+    _, dense, _ = weight_bytes(released(), Topology(1, 1), "bf16")
+    unread = 40 * 384 * 4  # a router's bias for images
+    assert dense == checkpoint_bytes() - EXPERTS - ENGRAM - unread + FP8_PARAMS - FP8_PARAMS // 1024
+
+
+def test_one_byte_dense_weights_save_a_byte_less_a_scale_for_32_values_but_not_of_the_grouped_projection():
+    wide, narrow = (weight_bytes(released(), Topology(1, 1), form) for form in ("bf16", "fp8"))
+    assert wide[1] - narrow[1] == (FP8_PARAMS - 40 * WO_A) * 31 // 32
+    assert wide[0] == narrow[0] == EXPERTS
+
+
+def test_the_shared_expert_stays_bf16_where_tp_cuts_it_into_other_multiples():
+    def saved(tp: int) -> int:
+        wide, narrow = (weight_bytes(released(), Topology(tp, 1), form)[1] for form in ("bf16", "fp8"))
+        return wide - narrow
+
+    replicated = 40 * (1280 + 512) * 5120 + 8 * 4096 * 1280 + 2 * 25600 * 6144
+    split = 40 * (32768 * 1280 + 5120 * 8192)
+    assert saved(2) == (replicated + (split + 40 * 3 * 5120 * 2304) // 2) * 31 // 32
+    # 576 channels a rank: only w2, which takes them as inputs. 288: none.
+    assert saved(4) == (replicated + (split + 40 * 5120 * 2304) // 4) * 31 // 32
+    assert saved(8) == (replicated + split // 8) * 31 // 32
 
 
 @pytest.mark.parametrize(
@@ -121,3 +138,18 @@ def test_utilization_out_of_range_is_refused(value):
 def test_unknown_dense_weights_are_refused():
     with pytest.raises(ValueError, match="dense_weights is 'int4'"):
         plan(dense_weights="int4")
+
+
+@pytest.mark.parametrize(
+    ("topology", "utilization", "form"),
+    [
+        (Topology(8, 1), 0.92, "bf16"),
+        (Topology(1, 8), 0.92, "bf16"),
+        (Topology(1, 8), 0.52, "fp8"),  # 53.6 GB: between 49.2 and 54.5
+        (Topology(1, 1), 0.92, "fp8"),  # nothing fits: the smaller one comes nearest
+    ],
+)
+def test_auto_keeps_one_byte_only_where_bf16_leaves_no_room_for_a_prompt(topology, utilization, form):
+    chosen = plan(topology, gpu_memory_utilization=utilization)
+    assert chosen.dense_weights == form
+    assert chosen == plan(topology, gpu_memory_utilization=utilization, dense_weights=form)

@@ -14,7 +14,8 @@ from torch import Tensor
 
 from paraflash.cache.pool import RecordPool
 from paraflash.cache.records import PlainRecord, Record
-from paraflash.kernels.cuda import hyper, index, linear, moe, records, rows
+from paraflash.checkpoint.quant import QuantTensor
+from paraflash.kernels.cuda import fp8_linear, hyper, index, linear, moe, records, rows
 from paraflash.kernels.cuda.attend import Attention, WindowKeys, window_keys
 from paraflash.kernels.cuda.packages import Packages, find_packages
 from paraflash.kernels.interface import Expert, IndexRows, Kernels, Rotary
@@ -54,8 +55,16 @@ class CudaKernels:
 
     # Dense layers
 
+    @property
+    def why_no_fp8_linears(self) -> str:
+        return fp8_linear.why_not(self.packages.humming, self.dtype, torch.cuda.get_device_capability())
+
+    def pack_linear(self, weight: QuantTensor) -> fp8_linear.Fp8Linear:
+        return fp8_linear.Fp8Linear(self.packages.humming, weight)
+
     def linear(self, x: Tensor, weight: Any, round_input: bool = False) -> Tensor:
-        return self._round(x, round_input) @ weight.T
+        x = self._round(x, round_input)
+        return weight(x) if isinstance(weight, fp8_linear.Fp8Linear) else x @ weight.T
 
     def _round(self, x: Tensor, wanted: bool) -> Tensor:
         if not wanted:

@@ -17,4 +17,5 @@ def reference_kernels() -> Kernels:
         for name in vars(Kernels)
         if not name.startswith("_") and hasattr(module, name)
     }
-    return cast(Kernels, SimpleNamespace(name="reference", stored=(), info={}, **operations))
+    why = "the reference kernels multiply with expanded weights"
+    return cast(Kernels, SimpleNamespace(name="reference", stored=(), why_no_fp8_linears=why, info={}, **operations))
