@@ -161,6 +161,15 @@ def test_experts_match_the_reference(maker: Maker, kernels: CudaKernels) -> None
     checks.check_experts(kernels, maker, Sizes(rows=3, hidden=5120, experts=24), local=8, first=8)
 
 
+@pytest.mark.skipif(PACKAGES.humming is None, reason="needs humming-kernels")
+@pytest.mark.parametrize("rows,experts,local,first", [(200, 24, 8, 8), (3, 24, 8, 8), (1500, 48, 48, 0)])
+def test_experts_with_fp8_inputs_match_the_reference(
+    maker: Maker, rows: int, experts: int, local: int, first: int
+) -> None:
+    kernels = CudaKernels(PACKAGES, torch.bfloat16, "humming_fp8", trained=True)
+    checks.check_experts(kernels, maker, Sizes(rows=rows, hidden=5120, experts=experts), local, first, fp8=True)
+
+
 def test_an_inverse_rope_undoes_a_rope_and_changes_x_in_place(maker: Maker) -> None:
     x, table = maker.normal(10, 64, 512), maker.rotary(10, 64)
     before = x.clone()

@@ -273,7 +273,8 @@ def check_router(kernels: Any, m: Maker, s: Sizes) -> None:
     assert (ids == torch.arange(s.topk, device=m.device)).all()
 
 
-def check_experts(kernels: Any, m: Maker, s: Sizes, local: int, first: int) -> None:
+def check_experts(kernels: Any, m: Maker, s: Sizes, local: int, first: int, fp8: bool = False) -> None:
+    """fp8: the products take FP8 inputs, which costs nothing where inputs are rounded anyway."""
     h = m.normal(s.rows, s.hidden)
     ids = torch.rand(s.rows, s.experts, generator=m.generator, device=m.device).argsort(1)[:, : s.topk]
     weights = m.normal(s.rows, s.topk, dtype=torch.float32).abs()
@@ -283,6 +284,8 @@ def check_experts(kernels: Any, m: Maker, s: Sizes, local: int, first: int) -> N
         found = kernels.experts(h, ids, weights, packed, 10.0, rounded)
         # A value that lands on the next e4m3 code is off by up to 1/16, and sums in another order move some there.
         limit = (5 if rounded else 2) * LIMIT[m.dtype]
+        if fp8 and not rounded:
+            limit = 7e-2  # e4m3 keeps four bits: 2.6e-2 of a value, and two products and SwiGLU add up
         near(found, REFERENCE.experts(h, ids, weights, values, 10.0, rounded), limit)
         found = kernels.experts(h, ids, weights, packed, 10.0, rounded, h)
         near(found, REFERENCE.experts(h, ids, weights, values, 10.0, rounded, h), limit)

@@ -60,6 +60,16 @@ def mxfp8_round_trip(x, ROWS: tl.constexpr, GROUPS: tl.constexpr, SIZE: tl.const
 
 
 @triton.jit
+def e4m3_row(x):
+    """fp32 [n] -> e4m3 values [n] as fp32, and the power of two that they are to be multiplied by.
+
+    What `mxfp8_round_trip` gave stays what it is, but for values under 2^-13 of the row's largest: they may lose bits.
+    """
+    exponent = pow2_ceil_exponent(tl.maximum(tl.max(tl.abs(x), axis=0), 1e-30) * 0.002232142857142857)
+    return round_e4m3(x * exp2_int(-exponent)), exp2_int(exponent)
+
+
+@triton.jit
 def mxfp4_round_trip(x, ROWS: tl.constexpr, GROUPS: tl.constexpr, SIZE: tl.constexpr):
     """e2m1 with a power-of-two scale per SIZE channels (model.md 3.8): [ROWS, GROUPS * SIZE] -> the same."""
     g = tl.reshape(x, (ROWS, GROUPS, SIZE))

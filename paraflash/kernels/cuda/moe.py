@@ -1,41 +1,23 @@
 """Routed experts on the GPU: router, permutation by expert, two grouped products, SwiGLU between them, combine.
 
 h [T, D] with ids [T, k] -> N = T * k assignments, of which the local ones are ordered by expert (stable, so results do
-not depend on timing); the number of local ones stays on the device, buffers have room for all N. The products run on
-packed FP4 weights (humming) or on bf16 weights (torch grouped matmul).
+not depend on timing); the number of local ones stays on the device, buffers have room for all N. Where the products
+take FP8 inputs, gathering and SwiGLU write e4m3 codes with one scale a row.
 """
 
 from __future__ import annotations
 
-import json
-import logging
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 import triton.language as tl
 from torch import Tensor
 
-from paraflash.checkpoint.quant import QuantTensor
-from paraflash.kernels.cuda.formats import mxfp8_round_trip
+from paraflash.kernels.cuda.expert_products import PackedExperts
+from paraflash.kernels.cuda.formats import e4m3_row, mxfp8_round_trip
 from paraflash.kernels.cuda.launch import ceil_div, kernel
 from paraflash.kernels.cuda.linear import linear_fp32
-from paraflash.kernels.interface import Expert
 from paraflash.kernels.sizes import power_of_2
-
-log = logging.getLogger("paraflash.kernels")
-
-# Rows for which FP4 products are tuned, half an octave or an octave apart: a kernel tuned for 8,192 rows takes 20 %
-# longer for 12,288 of 48 experts than one tuned for these, and one for 2,048 takes a third longer for 3,072.
-TUNED_ROWS = (64, 256, 768, 1536, 3072, 6144, 12288, 24576)
-
-BACKENDS = {  # --moe-backend, vLLM's names included -> what runs
-    "auto": "auto",
-    "humming": "humming",
-    "marlin": "humming",
-    "triton": "grouped_mm",
-    "grouped_mm": "grouped_mm",
-}
 
 
 @kernel(do_not_specialize=("rows",))
@@ -160,9 +142,22 @@ def _gather_kernel(
 
 
 @kernel
+def _gather_fp8_kernel(
+    h_ptr, source_ptr, end_ptr, out_ptr, scale_ptr, D: tl.constexpr, TOPK: tl.constexpr, BLOCK: tl.constexpr
+):  # fmt: skip
+    row = tl.program_id(0)
+    if row < tl.load(end_ptr):
+        token = (tl.load(source_ptr + row) // TOPK).to(tl.int64)
+        c = tl.arange(0, BLOCK)
+        codes, scale = e4m3_row(tl.load(h_ptr + token * D + c, mask=c < D, other=0.0).to(tl.float32))
+        tl.store(out_ptr + row.to(tl.int64) * D + c, codes.to(out_ptr.dtype.element_ty), mask=c < D)
+        tl.store(scale_ptr + row, scale)
+
+
+@kernel
 def _activation_kernel(
-    x_ptr, source_ptr, weights_ptr, end_ptr, out_ptr, limit,
-    INNER: tl.constexpr, BLOCK: tl.constexpr, ROUND: tl.constexpr,
+    x_ptr, source_ptr, weights_ptr, end_ptr, out_ptr, scale_ptr, limit,
+    INNER: tl.constexpr, BLOCK: tl.constexpr, ROUND: tl.constexpr, FP8: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(0)
     if row < tl.load(end_ptr):
@@ -174,9 +169,12 @@ def _activation_kernel(
         u = tl.minimum(tl.maximum(u, -limit), limit)
         # The routing weight goes in before the second product: it changes the rounding (model.md 3.13).
         a = g * tl.sigmoid(g) * u * tl.load(weights_ptr + tl.load(source_ptr + row))
-        a = a.to(out_ptr.dtype.element_ty).to(tl.float32)
+        a = a.to(x_ptr.dtype.element_ty).to(tl.float32)
         if ROUND:
             a = tl.reshape(mxfp8_round_trip(tl.reshape(a, (1, BLOCK)), 1, BLOCK // 32, 32), (BLOCK,))
+        if FP8:  # the program holds the whole row
+            a, scale = e4m3_row(a)
+            tl.store(scale_ptr + row, scale)
         tl.store(out_ptr + row.to(tl.int64) * INNER + c, a.to(out_ptr.dtype.element_ty), mask=mask)
 
 
@@ -198,114 +196,40 @@ def _combine_kernel(
     tl.store(out_ptr + token * D + c, total.to(out_ptr.dtype.element_ty), mask=c < D)
 
 
-class GroupedMatmul:
-    """Expert products on bf16 weights through torch's grouped matmul."""
-
-    def __init__(self, weight: Tensor):
-        self.weight = weight  # [E, out, in]
-
-    def __call__(self, x: Tensor, offsets: Tensor, rows: int) -> Tensor:
-        return torch._grouped_mm(x, self.weight.transpose(1, 2), offs=offsets[1:].to(torch.int32))
-
-
-def tuned_for(rows: int) -> int:
-    """The nearest of TUNED_ROWS by ratio."""
-    return min(TUNED_ROWS, key=lambda size: max(rows, 1) / size + size / max(rows, 1))
+def gather(h: Tensor, p: Permutation, end: Tensor, fp8: bool) -> tuple[Tensor, Tensor | None]:
+    """Row of each local assignment: h [T, D] -> [N, D], or e4m3 codes [N, D] and a power of two a row [N, 1] fp32."""
+    total, d, topk = p.source.shape[0], h.shape[1], p.place.shape[1]
+    if not fp8:
+        x = torch.empty(total, d, dtype=h.dtype, device=h.device)
+        _gather_kernel[(total,)](h, p.source, end, x, D=d, TOPK=topk, BLOCK=1024, num_warps=4)
+        return x, None
+    x, scale = fp8_rows(total, d, h.device)
+    _gather_fp8_kernel[(total,)](h, p.source, end, x, scale, D=d, TOPK=topk, BLOCK=power_of_2(d), num_warps=8)
+    return x, scale
 
 
-class HummingFp4:
-    """Expert products on packed FP4 weights (bf16 activations) through humming-kernels."""
-
-    def __init__(self, module: Any, weight: QuantTensor):
-        """weight [E, out, in] of kind fp4."""
-        experts, out, width = weight.shape
-        with torch.device(weight.data.device):
-            self.layer = module.HummingLayer(
-                shape_n=out,
-                shape_k=width,
-                weight_config={"quant_method": "mxfp4"},
-                num_experts=experts,
-                torch_dtype=torch.bfloat16,
-            )
-        self.layer.weight.data.copy_(weight.data)
-        self.layer.weight_scale.data.copy_(weight.scale)
-        self.layer.transform()
-        self._configs: dict[int, Any] = {}
-
-    def __call__(self, x: Tensor, offsets: Tensor, rows: int) -> Tensor:
-        from humming.ops import launch_kernel
-
-        size = tuned_for(rows)
-        if size not in self._configs:
-            self._configs[size] = self._compile(size)
-        layer = self.layer
-        return launch_kernel(
-            configs=self._configs[size],
-            inputs=x,
-            weight=layer.weight,
-            weight_scale=layer.weight_scale,
-            outputs=torch.empty(x.shape[0], layer.shape_n, dtype=x.dtype, device=x.device),
-            expert_layout=offsets,
-            locks=layer.locks,
-        )
-
-    def _compile(self, rows: int) -> Tensor:
-        """The kernel for about this many rows: a few sizes stand for all, since each costs a compilation."""
-        from humming.kernel.humming import HummingKernel
-        from humming.tune import get_heuristics_config
-
-        config, device = self.layer.humming_config, self.layer.weight.device
-        tuning = get_heuristics_config(config, rows, gemm_type="grouped_contiguous", device=device)
-        compute = json.dumps({"gemm_type": "grouped_contiguous"})
-        return HummingKernel.prepare_kernels(config.to_str(), compute, json.dumps(tuning), device)
+def activate(
+    gate_up: Tensor, p: Permutation, end: Tensor, weights: Tensor, limit: float, round_input: bool, fp8: bool
+) -> tuple[Tensor, Tensor | None]:
+    """SwiGLU times the routing weight: gate_up [N, 2 * I] -> [N, I], or codes and scales as in `gather`."""
+    total, inner, scale = len(gate_up), gate_up.shape[1] // 2, None
+    if fp8:
+        a, scale = fp8_rows(total, inner, gate_up.device)
+        block, warps = power_of_2(inner), 8
+    else:
+        a = torch.empty(total, inner, dtype=gate_up.dtype, device=gate_up.device)
+        block, warps = min(1024, power_of_2(inner)), 4
+    _activation_kernel[(total, ceil_div(inner, block))](
+        gate_up, p.source, weights, end, a, end if scale is None else scale, limit,
+        INNER=inner, BLOCK=block, ROUND=round_input, FP8=fp8, num_warps=warps,
+    )  # fmt: skip
+    return a, scale
 
 
-@dataclass
-class PackedExperts:
-    """What `experts` takes: both products of the local experts."""
-
-    up: Any  # [E, 2 * I, D]: gate over up
-    down: Any  # [E, D, I]
-    first: int
-    total: int  # routed experts of the model
-    count: int
-    inner: int
-
-
-def choose_backend(name: str, humming: Any, dtype: torch.dtype) -> str:
-    """Backend for `--moe-backend name`. Raises ValueError for an unknown or unavailable one."""
-    if name not in BACKENDS:
-        raise ValueError(f"moe_backend is {name!r}; {', '.join(BACKENDS)} is needed")
-    chosen = BACKENDS[name]
-    if chosen == "auto":
-        return "humming" if humming is not None and dtype == torch.bfloat16 else "grouped_mm"
-    if chosen == "humming" and dtype != torch.bfloat16:
-        raise ValueError(f"moe_backend {name} computes in bfloat16, dtype is {dtype}; use triton or auto")
-    if chosen == "humming" and humming is None:
-        raise ValueError(f"moe_backend {name} needs the package humming-kernels; use triton or auto")
-    if chosen != name:
-        log.info("moe_backend %s runs as %s", name, chosen)
-    return chosen
-
-
-def pack_experts(experts: Expert, backend: str, humming: Any, dtype: torch.dtype) -> PackedExperts | Expert:
-    """Experts as `run_experts` takes them. Widths that no grouped product takes, and fp32, stay an Expert."""
-    count, inner, width = experts.w1.shape
-    if backend == "humming" and isinstance(experts.w1, QuantTensor) and not (inner % 128 or width % 128):
-        up = QuantTensor(
-            "fp4",
-            torch.cat([experts.w1.data, experts.w3.data], 1),
-            torch.cat([experts.w1.scale, experts.w3.scale], 1),
-        )
-        products = HummingFp4(humming, up), HummingFp4(humming, experts.w2)
-        return PackedExperts(*products, experts.first, experts.total, count, inner)
-    w1, w2, w3 = (
-        w.dequantise(dtype) if isinstance(w, QuantTensor) else w for w in (experts.w1, experts.w2, experts.w3)
-    )
-    if (w1.is_cuda and dtype != torch.bfloat16) or inner % 32 or width % 32:
-        return Expert(w1, w2, w3, experts.first, experts.total)
-    gate_up = GroupedMatmul(torch.cat([w1, w3], 1))
-    return PackedExperts(gate_up, GroupedMatmul(w2), experts.first, experts.total, count, inner)
+def fp8_rows(rows: int, width: int, device: torch.device) -> tuple[Tensor, Tensor]:
+    """Room for e4m3 codes [rows, width] and scales [rows, 1] fp32."""
+    codes = torch.empty(rows, width, dtype=torch.float8_e4m3fn, device=device)
+    return codes, torch.empty(rows, 1, dtype=torch.float32, device=device)
 
 
 def run_experts(
@@ -324,20 +248,15 @@ def run_experts(
     """
     h, ids, weights = h.contiguous(), ids.contiguous(), weights.contiguous()
     rows, d = h.shape
-    topk, total, inner = ids.shape[1], ids.numel(), packed.inner
+    topk, total = ids.shape[1], ids.numel()
     if total == 0:
         return torch.zeros_like(h)
     p = permute(ids, packed.first, packed.count)
     end = p.offsets[packed.count :]
-    x = torch.empty(total, d, dtype=h.dtype, device=h.device)
-    _gather_kernel[(total,)](h, p.source, end, x, D=d, TOPK=topk, BLOCK=1024, num_warps=4)
-    gate_up = packed.up(x, p.offsets, expected)
-    a = torch.empty(total, inner, dtype=h.dtype, device=h.device)
-    block = min(1024, power_of_2(inner))
-    _activation_kernel[(total, ceil_div(inner, block))](
-        gate_up, p.source, weights, end, a, limit, INNER=inner, BLOCK=block, ROUND=round_input, num_warps=4
-    )
-    y = packed.down(a, p.offsets, expected)
+    x, scale = gather(h, p, end, packed.fp8_inputs)
+    gate_up = packed.up(x, scale, p.offsets, expected)
+    a, scale = activate(gate_up, p, end, weights, limit, round_input, packed.fp8_inputs)
+    y = packed.down(a, scale, p.offsets, expected)
     out = torch.empty_like(h)
     block = min(1024, power_of_2(d))
     _combine_kernel[(rows, ceil_div(d, block))](
