@@ -20,7 +20,7 @@ from paraflash.config.model import ModelConfig
 logger = logging.getLogger(__name__)
 
 ATTENTION_BACKENDS = ("auto", "reference", "FLASHMLA_SPARSE_DSV41")
-MOE_BACKENDS = ("auto", "reference", "marlin", "humming", "triton")
+MOE_BACKENDS = ("auto", "reference", "marlin", "humming", "humming_fp8", "triton")
 _CHOICES: dict[str, tuple[str, ...]] = {
     "device": ("auto", "cpu", "cuda"),
     "dtype": ("auto", "bfloat16", "float32"),

@@ -15,7 +15,7 @@ from torch import Tensor
 from paraflash.cache.pool import RecordPool
 from paraflash.cache.records import PlainRecord, Record
 from paraflash.checkpoint.quant import QuantTensor
-from paraflash.kernels.cuda import fp8_linear, hyper, index, linear, moe, records, rows
+from paraflash.kernels.cuda import expert_products, fp8_linear, hyper, index, linear, moe, records, rows
 from paraflash.kernels.cuda.attend import Attention, WindowKeys, window_keys
 from paraflash.kernels.cuda.packages import Packages, find_packages
 from paraflash.kernels.interface import Expert, IndexRows, Kernels, Rotary
@@ -250,7 +250,7 @@ class CudaKernels:
         return moe.route(h, gate, bias, topk, factor, renormalise, temperature)
 
     def pack_experts(self, experts: Expert) -> Any:
-        return moe.pack_experts(experts, self.moe_backend, self.packages.humming, self.dtype)
+        return expert_products.pack_experts(experts, self.moe_backend, self.packages.humming, self.dtype)
 
     def experts(
         self,
@@ -269,9 +269,9 @@ class CudaKernels:
 
 
 def cuda_kernels(dtype: torch.dtype = torch.bfloat16, moe_backend: str = "auto", trained: bool = True) -> Kernels:
-    """Kernels for the current GPU. moe_backend: a name of `moe.BACKENDS`. Raises ValueError for an unknown one."""
+    """Kernels for the current GPU. moe_backend: of `expert_products.BACKENDS`. Raises ValueError for an unknown one."""
     packages = find_packages()
-    backend = moe.choose_backend(moe_backend, packages.humming, dtype)
+    backend = expert_products.choose_backend(moe_backend, packages.humming, dtype)
     kernels = CudaKernels(packages, dtype, backend, trained)
     log.info("kernels: %s", ", ".join(f"{k} {v}" for k, v in kernels.info.items()))
     return cast(Kernels, kernels)
