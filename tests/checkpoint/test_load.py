@@ -11,9 +11,10 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from paraflash.checkpoint.dummy import dummy_weights
 from paraflash.checkpoint.files import CheckpointError
 from paraflash.checkpoint.load import INDEX, Checkpoint, Weights, load_weights, open_engram_tables
-from paraflash.checkpoint.memory import NotEnoughMemory, rank_bytes
+from paraflash.checkpoint.memory import FP8_LINEARS, NotEnoughMemory, rank_bytes
 from paraflash.checkpoint.quant import QuantTensor
 from paraflash.checkpoint.tensors import Shard, tensor_table
 from paraflash.config.model import load_config
@@ -88,6 +89,38 @@ def test_shards_put_together_equal_the_whole(folder: str, tp: int, pcp: int, kee
     for rank, weights in enumerate(ranks):
         sizes = rank_bytes(model, Shard(rank, tp, tp * pcp), 4, keep)
         assert sum(t.nbytes for t in weights.values()) == sizes.device
+
+
+LINEARS = {"attn.wq_b.weight", "attn.indexer.wq_b.weight"}  # of narrow_fp8: those of multiples that stay in one byte
+
+
+@pytest.mark.parametrize("dummy", [False, True], ids=["stored", "dummy"])
+@pytest.mark.parametrize(
+    ("kinds", "linears", "experts"),
+    [
+        ((), set(), False),
+        (("fp4",), set(), True),
+        (("fp4", FP8_LINEARS), LINEARS, True),
+        ((FP8_LINEARS,), LINEARS, False),
+    ],
+)
+@pytest.mark.parametrize("tp", [1, 2])
+def test_only_the_kinds_that_were_named_stay_in_their_codes(
+    kinds: tuple[str, ...], linears: set[str], experts: bool, tp: int, dummy: bool
+) -> None:
+    folder, shard = GOLDEN / "narrow_fp8", Shard(tp - 1, tp, tp)
+    model = load_config(folder)
+    if dummy:
+        whole, weights = (dummy_weights(model, shard, torch.float32, "cpu", 0, keep) for keep in (False, kinds))
+    else:
+        whole, weights = (load(folder, tp - 1, tp, keep_quantized=keep) for keep in (False, kinds))
+    kept = {name: w for name, w in weights.items() if isinstance(w, QuantTensor)}
+    assert {name.split(".", 2)[2] for name, w in kept.items() if w.kind == "fp8"} == linears
+    assert any(w.kind == "fp4" for w in kept.values()) == experts
+    assert all(torch.equal(w.dequantise(torch.float32), whole[name]) for name, w in kept.items())
+    values = sum(w.data.numel() for w in kept.values() if w.kind == "fp8")
+    counted, plain = (rank_bytes(model, shard, 4, k) for k in (kinds, [k for k in kinds if k != FP8_LINEARS]))
+    assert plain.device - counted.device == 3 * values - values // 32
 
 
 def test_f32_tensors_stay_f32_and_the_rest_takes_the_dtype() -> None:

@@ -7,6 +7,54 @@ import pytest
 
 from paraflash.checkpoint import memory
 from paraflash.checkpoint.progress import show_progress
+from paraflash.checkpoint.tensors import Shard, TensorSpec, shard_slices, tensor_table
+from paraflash.config.model import ModelConfig
+from paraflash.planner.cli import read_model
+
+
+@pytest.fixture(scope="module")
+def released() -> ModelConfig:
+    return read_model(str(Path(__file__).parents[1] / "data" / "released_config.json"))
+
+
+ALL = (1, 2, 4, 8)
+
+
+@pytest.mark.parametrize(
+    ("name", "sizes"),
+    [
+        ("layers.1.engram.wkv", ALL),
+        ("layers.2.attn.wq_a", ALL),
+        ("layers.2.attn.wq_b", ALL),
+        ("layers.2.attn.wkv", ALL),
+        ("layers.2.attn.wo_a", ()),  # multiplied group by group
+        ("layers.2.attn.wo_b", ALL),
+        ("layers.2.attn.indexer.wq_b", ALL),
+        ("layers.2.attn.indexer.wk", ()),  # stored in bf16, as the following
+        ("layers.2.attn.compressor.wkv", ()),
+        ("layers.2.ffn.gate", ()),
+        ("layers.2.ffn.shared_experts.w1", (1, 2)),  # 2304 outputs: 576 a rank at TP 4 are no multiple of 128
+        ("layers.2.ffn.shared_experts.w3", (1, 2)),
+        ("layers.2.ffn.shared_experts.w2", (1, 2, 4)),  # 2304 inputs: 288 a rank at TP 8 are no multiple of 64
+        ("layers.2.ffn.experts.0.w1", ()),
+        ("embed", ()),
+        ("head", ()),
+    ],
+)
+def test_which_linears_of_the_release_stay_in_one_byte_at_which_tp(
+    released: ModelConfig, name: str, sizes: tuple[int, ...]
+) -> None:
+    spec: TensorSpec = next(s for s in tensor_table(released) if s.name == f"{name}.weight")
+    parts = {tp: shard_slices(spec, Shard(0, tp, tp)) for tp in ALL}
+    assert tuple(tp for tp, part in parts.items() if part and memory.one_byte(spec, part)) == sizes
+
+
+def test_a_part_that_cuts_a_scale_block_does_not_stay_in_one_byte() -> None:
+    spec = TensorSpec("x.weight", (512, 512), "fp8")
+    assert memory.one_byte(spec, (slice(128, 256), slice(64, 128)))
+    assert not memory.one_byte(spec, (slice(16, 144), slice(64, 128)))
+    assert not memory.one_byte(spec, (slice(128, 256), slice(16, 80)))
+    assert not memory.one_byte(spec, (slice(0, 0), slice(0, 64)))
 
 
 def test_a_container_limit_leaves_what_is_not_used_or_can_be_dropped(tmp_path: Path) -> None:

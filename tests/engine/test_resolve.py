@@ -119,6 +119,39 @@ def test_what_cannot_work_is_refused_with_the_field_and_the_alternative(
         resolve(cpu(**fields), model)
 
 
+def test_dense_weights_of_a_run_that_cannot_hold_one_byte_are_bf16(model: ModelConfig) -> None:
+    assert resolve(cpu(), model).dense_weights == "bf16"
+    assert resolve(cpu(dense_weights="bf16"), model).dense_weights == "bf16"
+    with pytest.raises(Refused, match="dense_weights is 'int8'; paraflash supports auto, bf16, fp8"):
+        resolve(cpu(dense_weights="int8"), model)
+
+
+@pytest.mark.parametrize(
+    ("name", "fields", "why"),
+    [
+        ("narrow_fp8", {"device": "cpu"}, "one-byte products run on a GPU, device is cpu"),
+        ("narrow_fp8", {"dtype": "float32"}, "one-byte products compute in bfloat16, dtype is float32"),
+        ("narrow", {"dtype": "bfloat16"}, "the linears of this checkpoint are not FP8"),
+        ("narrow_fp8", {"dtype": "bfloat16"}, None),
+    ],
+)
+def test_one_byte_dense_weights_are_left_to_the_memory_plan_or_refused(
+    golden: Any, monkeypatch: pytest.MonkeyPatch, name: str, fields: dict[str, Any], why: str | None
+) -> None:
+    monkeypatch.setattr("torch.cuda.is_available", lambda: True)
+    monkeypatch.setattr("torch.cuda.device_count", lambda: 1)
+    config = EngineConfig(**{"model": NARROW, "device": "cuda", **fields})
+    checkpoint = load_config(golden(name))
+    assert resolve(config, checkpoint).dense_weights == ("auto" if why is None else "bf16")
+    asked = replace(config, dense_weights="fp8")
+    if why is None:
+        assert resolve(asked, checkpoint).dense_weights == "fp8"
+        return
+    with pytest.raises(Refused) as refused:
+        resolve(asked, checkpoint)
+    assert str(refused.value) == f"dense_weights is fp8: {why}; use --dense-weights bf16 or auto"
+
+
 def test_heads_that_tensor_parallelism_does_not_divide_are_refused(model: ModelConfig) -> None:
     with pytest.raises(Refused, match="does not divide moe_intermediate_size 66"):
         resolve(cpu(tensor_parallel_size=4), replace(model, moe_intermediate_size=66))
