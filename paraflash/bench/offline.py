@@ -42,7 +42,9 @@ def run(args: argparse.Namespace) -> int:
     core = EngineCore(engine_config(args))
     result: dict[str, Any] = {"info": core.info(), "load_seconds": time.perf_counter() - start}
     try:
-        print(f"loaded in {result['load_seconds']:.1f} s, KV for {core.info()['kv_capacity_tokens']} tokens")
+        dense = result["info"]["ranks"][0]["dense_weights"]
+        capacity = result["info"]["kv_capacity_tokens"]
+        print(f"loaded in {result['load_seconds']:.1f} s, dense weights {dense}, KV for {capacity} tokens")
         result["prefill"] = _prefill_matrix(core, args)
         result["decode"] = [_decode(core, n, args.decode_context, args.decode_tokens) for n in args.decode]
     finally:

@@ -47,6 +47,9 @@ def rows(names: tuple[str, ...], info: dict[str, Any]) -> list[tuple[str, str]]:
         for name, key in (("attention", "attention_backend"), ("MoE", "moe_backend"))
         if key in info
     ]
+    kernels += [
+        f"dense weights {held['dense_weights']}" for held in info.get("ranks", [])[:1] if "dense_weights" in held
+    ]
     if kernels:
         out.append(("kernels", ", ".join(kernels)))
     for rank, held in enumerate(info.get("ranks", [])):
