@@ -58,11 +58,21 @@ def card(parameters: int, size: int, log: list[dict[str, Any]]) -> str:
         "python -m training.export build/stage2 tests/data/miniature/checkpoint",
         "```",
     ]
-    ends = [row for row in log if row.get("eval") == "end"][-2:]
+    ends = [row for row in log if row.get("eval") == "end" and all(t in row for t in TASKS)][-2:]
+    broken = [row for row in log if row.get("eval") == "end" and "recall" not in row][-2:]
     if ends:
         lines += ["", "Accuracy of greedy answers in per cent, by the trainer, with the trained cache rounding:", ""]
         lines += ["| Weights | " + " | ".join(TASKS) + " |", "| --- |" + " --- |" * len(TASKS)]
         lines += [f"| {row['weights']} | " + " | ".join(f"{100 * row[t]:.1f}" for t in TASKS) + " |" for row in ends]
+    if broken:
+        lines += [
+            "",
+            "Pairs with entries of ratio 2 missing or broken, likewise:",
+            "",
+            "| Broken | pairs |",
+            "| --- | --- |",
+        ]
+        lines += [f"| {row['weights']} | {100 * row['pairs']:.1f} |" for row in broken]
     return "\n".join(lines) + "\n"
 
 

@@ -65,7 +65,7 @@ def short_halo(put: Set) -> None:
 def engram_reset(put: Set) -> None:
     """n-grams begin anew with every segment of a rank: at each border of a chunk, and at each decoded token."""
 
-    def broken(self: Any, requests: Any, local: Any, everyone: Any) -> Any:
+    def broken(self: Any, requests: Any, local: Any) -> Any:
         model = self.model_config
         windows = np.concatenate(
             [
@@ -79,9 +79,9 @@ def engram_reset(put: Set) -> None:
             for s in segments:
                 for i in range(min(s.length, model.engram_max_ngram - 1)):
                     windows[s.global_row + i, i + 1 :] = engram_hash.NO_TOKEN
-        return self.engram.start(engram_hash.hash_windows(model, self.token_map, windows[local]), everyone)
+        return engram_hash.hash_windows(model, self.token_map, windows[local])
 
-    put(runner.ModelRunner, "_engram_rows", broken)
+    put(runner.ModelRunner, "_engram_ids", broken)
 
 
 def candidates_shifted(put: Set) -> None:

@@ -19,7 +19,7 @@ from paraflash.model.rope import frequencies
 from training import rounding
 from training.sinkhorn import sinkhorn
 from training.streams import collapse, expand
-from training.tasks import DENSE, HARD, ROUTE_ANY
+from training.tasks import DENSE, HARD, ROUTE_ANY, ROUTE_FILTERED, ROUTE_PAIRS
 from training.weights import initial, parameter_shapes, rows_of, stored_as
 
 CONTEXT_WEIGHT = 0.05  # of rows that answer nothing, in the indexer's loss
@@ -33,9 +33,21 @@ class Mode:
     round_cache: bool = False  # trained rounding of latents and index vectors (mode R)
     round_weights: bool = False  # weights as the released format stores them
     sparse: bool = False  # the indexer chooses; else every visible compressed entry is attended
-    routes: bool = False  # obey the HARD and DENSE flags of the sequences (see tasks.py)
+    hints: bool = False  # obey the hints: flags of the sequences, decoys; and gather the pointers' loss
     losses: bool = False  # also gather the indexer's loss and the route penalty
+    hidden_ratio: int = 0  # entries of this ratio are not attended (to see what an answer needs)
+    unlinked: bool = False  # the odd token of a ratio-2 group stands in for the even one (likewise)
     dtype: torch.dtype = torch.float32  # of matrix products
+
+
+@dataclass
+class Hints:
+    """What training knows of a batch, see tasks.training_batch: routes [B, T] uint8, sources [B, T] and decoys [B]
+    int64."""
+
+    routes: Tensor
+    sources: Tensor
+    decoys: Tensor
 
 
 @dataclass
@@ -43,6 +55,7 @@ class Extras:
     """By-products of a forward. loads: [layers, experts] share of tokens; losses are scalars; traces for tests."""
 
     index_loss: list[Tensor] = field(default_factory=list)
+    point_loss: list[Tensor] = field(default_factory=list)
     route_loss: list[Tensor] = field(default_factory=list)
     loads: list[Tensor] = field(default_factory=list)
     chosen: dict[int, Tensor] = field(default_factory=dict)
@@ -113,8 +126,8 @@ class Miniature(nn.Module):
             out[name] = list(w.unbind(0)) if rows_of(self.config, name) else w
         return out
 
-    def forward(self, ids: Tensor, hashes: Tensor, mode: Mode, routes: Tensor | None = None) -> tuple[Tensor, Extras]:
-        """ids [B, T] int64, hashes [B, T, engram layers, columns] int64, routes [B, T] uint8 -> logits fp32, extras."""
+    def forward(self, ids: Tensor, hashes: Tensor, mode: Mode, hints: Hints | None = None) -> tuple[Tensor, Extras]:
+        """ids [B, T] int64, hashes [B, T, engram layers, columns] int64 -> logits fp32, extras."""
         c = self.config
         w = self._weights(mode)
         extras, shared = Extras(), _Shared()
@@ -129,7 +142,7 @@ class Miniature(nn.Module):
                 streams = self._engram(w, layer.engram, streams, hashes[:, :, layer.engram], mode)
             pre_attn, post, comb = self._mixes(w, at, "attn", streams)
             h = rms(collapse(streams, pre), w["attn_norm"][at], c.rms_eps)
-            y = self._attention(w, layer, h, shared, turns[int(layer.ratio > 0)], mode, routes, extras)
+            y = self._attention(w, layer, h, shared, turns[int(layer.ratio > 0)], mode, hints, extras)
             streams = expand(y, streams, post, comb)
             pre, post, comb = self._mixes(w, at, "ffn", streams)
             h = rms(collapse(streams, pre_attn), w["ffn_norm"][at], c.rms_eps)
@@ -204,7 +217,7 @@ class Miniature(nn.Module):
         shared: _Shared,
         turn: Turns,
         mode: Mode,
-        routes: Tensor | None,
+        hints: Hints | None,
         extras: Extras,
     ) -> Tensor:
         """Window and compressed attention with sinks, then the grouped output projection (model.md 3.5-3.10)."""
@@ -215,10 +228,11 @@ class Miniature(nn.Module):
         q = rotate((qr.to(mode.dtype) @ w["attn.wq_b"][at].T).unflatten(-1, (heads, dim)), turn) * dim**-0.5
         kv = rotate(rms(x @ w["attn.wkv"][at].T, w["attn.kv_norm"][at], eps), turn)
         kv = (rounding.mxfp8(kv) if mode.round_cache else kv).to(mode.dtype)
+        hints = hints if mode.hints else None
         if layer.owns_kv:
-            self._compress(w, layer, h, shared, turn, mode)
+            self._compress(w, layer, h, shared, turn, mode, hints)
         if layer.owns_index and (mode.sparse or mode.losses):
-            self._index(w, layer, h, qr, shared, turn, mode, routes)
+            self._index(w, layer, h, qr, shared, turn, mode, hints)
             if shared.selected is not None:
                 extras.chosen[at] = shared.selected
         allowed = None
@@ -226,17 +240,23 @@ class Miniature(nn.Module):
             allowed = (
                 self._visible(h.shape[1], layer.ratio, h.device)[None] if shared.selected is None else shared.selected
             )
-            if mode.routes and routes is not None:
-                soft = (routes & HARD) == 0
-                allowed = allowed & (soft | _may_read(self.config, layer, routes))[..., None]
+            if hints is not None:
+                soft = (hints.routes & HARD) == 0
+                allowed = allowed & (soft | _may_read(self.config, layer, hints.routes))[..., None]
+            if layer.ratio == mode.hidden_ratio:
+                allowed = torch.zeros_like(allowed)
         out, far = attend(q, kv, shared.latents if layer.ratio else None, allowed, w["attn.sink"][at], c.window)
-        if mode.losses and far is not None and routes is not None:
-            self._note_attention(layer, *far, routes, shared, extras)
+        if far is not None and hints is not None:
+            self._point(layer, far[0], hints, extras)
+            if mode.losses:
+                self._note_attention(layer, *far, hints.routes, shared, extras)
         out = rotate(out, turn, -1.0).unflatten(2, (c.o_groups, -1)).flatten(3)
         z = torch.einsum("btgi,goi->btgo", out, w["attn.wo_a"][at].unflatten(0, (c.o_groups, -1)))
         return (z.flatten(2) @ w["attn.wo_b"][at].T).float()
 
-    def _compress(self, w: dict, layer: LayerSpec, h: Tensor, shared: _Shared, turn: Turns, mode: Mode) -> None:
+    def _compress(
+        self, w: dict, layer: LayerSpec, h: Tensor, shared: _Shared, turn: Turns, mode: Mode, hints: Hints | None
+    ) -> None:
         """Sets the shared latents and index keys (model.md 3.7, 3.8)."""
         c, r = self.config, layer.ratio
         owner = [o.index for o in c.kv_owners].index(layer.index)
@@ -246,14 +266,18 @@ class Miniature(nn.Module):
         if r == 2:
             twos = [o.index for o in c.kv_owners if o.ratio == 2]
             g = (x @ w["compressor.wgate"][twos.index(layer.index)].T).float()
-            a = g[:, : 2 * n].unflatten(1, (n, 2)).softmax(2)
-            k = (a * k[:, : 2 * n].unflatten(1, (n, 2))).sum(2)
+            g, k = (x[:, : 2 * n].unflatten(1, (n, 2)) for x in (g, k))
+            if mode.unlinked:
+                g, k = (x[:, :, 1:].expand_as(x) for x in (g, k))
+            k = (g.softmax(2) * k).sum(2)
         latent = rms(k, w["compressor.norm"][owner], c.rms_eps)
         at_first = (turn[0][: n * r : r].contiguous(), turn[1][: n * r : r].contiguous())
         key = rms(latent.detach().to(mode.dtype) @ w["indexer.wk"][owner].T, w["indexer.k_norm"][owner], c.rms_eps)
         key, latent = rotate(key, at_first), rotate(latent, at_first)
         if mode.round_cache:
             key, latent = rounding.mxfp4(key), rounding.nvfp4(latent)
+        if hints is not None and r == 1:
+            key, latent = key[hints.decoys], latent[hints.decoys]
         shared.keys, shared.latents = key, latent.to(mode.dtype)
 
     def _index(
@@ -265,7 +289,7 @@ class Miniature(nn.Module):
         shared: _Shared,
         turn: Turns,
         mode: Mode,
-        routes: Tensor | None,
+        hints: Hints | None,
     ) -> None:
         """Scores all entries and, in sparse mode, chooses (model.md 3.9). The indexer learns from its own loss only."""
         c = self.config
@@ -295,8 +319,8 @@ class Miniature(nn.Module):
             if layer.applies_candidates:
                 score = score.masked_fill(~shared.candidates, -math.inf)
             chosen = largest(score, c.index_topk)
-            if mode.routes and routes is not None:
-                chosen = chosen | (visible & ((routes & DENSE) > 0)[..., None])
+            if hints is not None:
+                chosen = chosen | (visible & ((hints.routes & DENSE) > 0)[..., None])
             shared.selected = chosen
 
     def _candidates(self, score: Tensor) -> Tensor:
@@ -318,6 +342,18 @@ class Miniature(nn.Module):
         """[T, n]: entry j is visible to token t once j < floor((t + 1) / r)."""
         position = torch.arange(length, device=device)
         return torch.arange(length // ratio, device=device) < ((position + 1) // ratio)[:, None]
+
+    def _point(self, layer: LayerSpec, far: Tensor, hints: Hints, extras: Extras) -> None:
+        """Cross entropy of half of the heads' compressed attention far [B, T, H, n] with the entry of the source, in
+        the one layer of each route that is taught to look there."""
+        route = pointers(self.config).get(layer.index)
+        if route is None:
+            return
+        rows = (hints.sources >= 0) & ((hints.routes & ROUTE_ANY) == route)
+        entry = hints.sources.clamp_min(0).div(layer.ratio, rounding_mode="floor").clamp_max(far.shape[-1] - 1)
+        half = far[:, :, : far.shape[2] // 2]
+        found = half.gather(-1, entry[..., None, None].expand(-1, -1, half.shape[2], 1)).float().mean((2, 3))
+        extras.point_loss.append(-((found + 1e-4).log() * rows).sum() / (rows.sum() + 1.0))
 
     def _note_attention(
         self, layer: LayerSpec, far: Tensor, mass: Tensor, routes: Tensor, shared: _Shared, extras: Extras
@@ -361,6 +397,12 @@ def largest(score: Tensor, count: int) -> Tensor:
 def _turns(position: Tensor, frequency: Tensor) -> Turns:
     angle = position.float()[:, None] * frequency
     return angle.cos(), angle.sin()
+
+
+def pointers(config: ModelConfig) -> dict[int, int]:
+    """Layer -> route whose answers look for their source there: the last index layer of each ratio."""
+    last = {layer.ratio: layer.index for layer in config.layers if layer.owns_index}
+    return {last[2]: ROUTE_PAIRS, last[1]: ROUTE_FILTERED}
 
 
 def _may_read(config: ModelConfig, layer: LayerSpec, routes: Tensor) -> Tensor:

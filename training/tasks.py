@@ -2,7 +2,8 @@
 
 A training sequence is one chat of many turns (BOS, then user / assistant turns); a test problem is a single turn.
 Every answer token carries a loss weight, a task number and a *route*: the set of layer groups whose compressed entries
-may be read while answering. Routes make each part of the architecture carry a task of its own (see README.md).
+may be read while answering. Routes make each part of the architecture carry a task of its own (see README.md). An
+answer token that stands in the notes also has a *source*: its position there, which attention is taught to find.
 """
 
 from __future__ import annotations
@@ -48,6 +49,7 @@ class Turn:
     route: int
     known: int = 0
     weight: float = 1.0
+    record: str = ""  # of a look-up: key and value as they stand in the notes
 
 
 @cache
@@ -105,10 +107,8 @@ def joined(rng: Random, records: list[tuple[str, str]], mark: str) -> str:
 
 def look_up(task: str, record: tuple[str, str], before: str = "") -> Turn:
     key, value = record
-    known = len(encode(key))
-    return Turn(
-        task, f"{before}Find{key[:-1]}.", key + value, ROUTE_PAIRS if task == "pairs" else ROUTE_FILTERED, known
-    )
+    route = ROUTE_PAIRS if task == "pairs" else ROUTE_FILTERED
+    return Turn(task, f"{before}Find{key[:-1]}.", key + value, route, known=len(encode(key)), record=key + value)
 
 
 def distraction(rng: Random) -> str:
@@ -142,12 +142,13 @@ def arithmetic_turn(rng: Random, held_out: bool = False) -> Turn:
 
 @dataclass
 class Sequence:
-    """Token ids with what the loss needs; `weight[i]`, `task[i]` and `route[i]` are about predicting `ids[i + 1]`."""
+    """Token ids with what the loss needs; entry i of all the other lists is about predicting `ids[i + 1]`."""
 
     ids: list[int] = field(default_factory=lambda: [vocab()[BOS]])
     weight: list[float] = field(default_factory=lambda: [0.0])
     task: list[int] = field(default_factory=lambda: [-1])
     route: list[int] = field(default_factory=lambda: [ROUTE_ANY])
+    source: list[int] = field(default_factory=lambda: [-1])
     starts: list[int] = field(default_factory=list)  # position of each turn's first answer token
 
     def add(self, turn: Turn) -> None:
@@ -162,6 +163,17 @@ class Sequence:
         number = TASKS.index(turn.task)
         self.task += [-1] * (len(prompt) - 1) + [number] * len(answer) + [-1]
         self.route += [ROUTE_ANY] * (len(prompt) - 1) + [turn.route] * len(answer) + [ROUTE_ANY]
+        start = self._find(encode(turn.record)) if turn.record else -1
+        sources = range(start + turn.known, start + len(answer) - 1) if start >= 0 else range(0)
+        self.source += [*[-1] * (len(prompt) + len(answer) - 2 - len(sources)), *sources, -1, -1]
+
+    def _find(self, wanted: list[int]) -> int:
+        """Where `wanted` was said last, this turn's answer aside; -1 where it was not."""
+        text, part = (np.array(x, np.uint16).tobytes() for x in (self.ids[: self.starts[-1]], wanted))
+        at = text.rfind(part)
+        while at >= 0 and at % 2:  # a token has two bytes
+            at = text.rfind(part, 0, at + len(part) - 1)
+        return at // 2
 
 
 def prompt_ids(turn: Turn) -> list[int]:
@@ -206,9 +218,12 @@ def recall_sequence(rng: Random, length: int, most: int, task: str) -> Sequence:
 def training_batch(
     seed: int, batch: int, length: int, most: int, kinds: str = "prss", hard: float = 1.0, dense: float = 1.0
 ) -> dict[str, NDArray]:
-    """`batch` sequences of exactly `length` tokens, each array [batch, length]: ids, targets and task int64, weight
-    fp32, route uint8. `kinds` names the rows in turn (pairs, recall, short tasks); `hard` and `dense` are the
-    probabilities of a sequence's flags.
+    """`batch` sequences of exactly `length` tokens, each array [batch, length]: ids, targets, task and source int64,
+    weight fp32, route uint8; and decoy [batch] int64. `kinds` names the rows in turn (pairs, recall, short tasks);
+    `hard` and `dense` are the probabilities of a sequence's flags.
+
+    decoy: the sequence whose ratio-1 entries a sequence sees. Pairs see those of other pairs, so that they learn to do
+    without: a mask that is gone in use would only hide a way that is easier to learn.
     """
     rng, coin = Random(seed), Random(f"flags of {seed}")  # the texts do not depend on the flags
     pad = vocab()[EOS]
@@ -224,6 +239,8 @@ def training_batch(
         "weight": np.zeros((batch, length), np.float32),
         "task": np.full((batch, length), -1, np.int64),
         "route": np.full((batch, length), ROUTE_ANY, np.uint8),
+        "source": np.full((batch, length), -1, np.int64),
+        "decoy": np.arange(batch),
     }
     for i, row in enumerate(rows):
         n = min(length, len(row.ids) - 1)
@@ -231,6 +248,9 @@ def training_batch(
         out["weight"][i, :n] = row.weight[:n]
         out["task"][i, :n] = row.task[:n]
         out["route"][i, :n] = row.route[:n]
+        out["source"][i, :n] = row.source[:n]
+    pairs = [i for i in range(batch) if kinds[i % len(kinds)] == "p"]
+    out["decoy"][pairs] = pairs[1:] + pairs[:1]
     out["route"] += np.array(flags, np.uint8)[:, None]
     out["targets"] = out["ids"][:, 1:].copy()
     out["ids"] = out["ids"][:, :-1].copy()

@@ -24,15 +24,17 @@ from paraflash.config.model import ModelConfig, parse_config
 from paraflash.model.engram_hash import token_map
 from training.config import raw_config
 from training.data import Batch, Shape, batches, problem_batches
-from training.model import Miniature, Mode
+from training.model import Hints, Miniature, Mode
 from training.optimiser import Optimiser
 from training.tasks import TASKS, vocab
 from training.testset import test_problems
 from training.vocabulary import write_tokenizer
 from training.weights import stored_as
 
-ROUTE_PENALTY, BALANCE = 0.15, 2e-3
-STEPS = {1: 2150, 2: 3800}
+ROUTE_PENALTY, POINTER, BALANCE = 0.15, 1.0, 2e-3
+STEPS = {1: 1500, 2: 3000}
+# What must cost `pairs` its answers, or they do not come from linked ratio-2 entries.
+FAULTS: dict[str, dict[str, Any]] = {"ratio 2 hidden": {"hidden_ratio": 2}, "pairs unlinked": {"unlinked": True}}
 
 
 @dataclass(frozen=True)
@@ -60,11 +62,12 @@ def schedule(stage: int, step: int, steps: int, small: bool, dtype: torch.dtype)
     large."""
     done = step / steps
     warm = min(1.0, (step + 1) / 100)
-    mode = Mode(routes=True, dtype=dtype)
+    mode = Mode(hints=True, dtype=dtype)
     if stage == 1:
         shape = Shape(32, 512) if done < 0.795 else Shape(16, 1024)
         mode = replace(mode, losses=done >= 0.795, round_cache=done >= 0.928)
-        return Step(Batch(Shape(4, 256) if small else shape), mode, warm)
+        rate = warm if done < 0.795 else 0.5
+        return Step(Batch(Shape(4, 256) if small else shape, kinds="pprs"), mode, rate)
     shape = Shape(16, 1024)
     if step % 16 == 15 and done >= 0.5:
         shape = Shape(4, 4096)
@@ -102,12 +105,13 @@ def parameter_groups(names: list[str], stage: int) -> dict[str, tuple[str, float
 
 def loss_and_counts(model: Miniature, batch: dict[str, Tensor], mode: Mode) -> tuple[Tensor, Tensor, Tensor]:
     """Scalar loss, counts [tasks + 1, 2] (right, asked; last row: sums of losses), expert loads [layers, experts]."""
-    logits, extras = model(batch["ids"], batch["hashes"].long(), mode, batch["route"])
+    hints = Hints(batch["route"], batch["source"], batch["decoy"])
+    logits, extras = model(batch["ids"], batch["hashes"].long(), mode, hints)
     weight, targets = batch["weight"], batch["targets"]
     each = F.cross_entropy(logits.flatten(0, 1), targets.flatten(), reduction="none").view_as(weight)
     answer = (each * weight).sum() / weight.sum().clamp_min(1.0)
     zero = answer.new_zeros(())
-    index, route = sum(extras.index_loss, zero), sum(extras.route_loss, zero)
+    index, route, point = (sum(x, zero) for x in (extras.index_loss, extras.route_loss, extras.point_loss))
     with torch.no_grad():
         counted = (weight >= 0.4).float()
         right = (logits.argmax(-1) == targets).float() * counted
@@ -116,7 +120,7 @@ def loss_and_counts(model: Miniature, batch: dict[str, Tensor], mode: Mode) -> t
         counts[:-1, 0].scatter_add_(0, place, right.flatten())
         counts[:-1, 1].scatter_add_(0, place, counted.flatten())
         counts[-1, 0], counts[-1, 1] = answer, index
-    total = answer + index + ROUTE_PENALTY * route
+    total = answer + index + ROUTE_PENALTY * route + POINTER * point
     return total, counts, torch.stack(extras.loads)
 
 
@@ -313,6 +317,9 @@ def run(options: argparse.Namespace, say: Callable[[str], None] = print) -> None
         for rounded in (False, True):
             got = accuracy(model, tests, Mode(round_cache=True, sparse=True, round_weights=rounded))
             record({"eval": label, "weights": "released format" if rounded else "fp32", **got})
+        for name, fault in FAULTS.items():
+            got = accuracy(model, {"pairs": tests["pairs"]}, Mode(round_cache=True, sparse=True, **fault))
+            record({"eval": label, "weights": f"fp32, {name}", **got})
         torch.backends.cuda.matmul.allow_tf32 = kept
 
     mode, last = None, time.monotonic()

@@ -102,6 +102,21 @@ def test_loss_weights_point_at_the_answers() -> None:
     assert sequence.ids[sequence.starts[0]] == tasks.encode(" red")[0]
 
 
+def test_sources_point_at_the_answer_in_the_notes() -> None:
+    batch = tasks.training_batch(5, 4, 512, 512, "prs")
+    for ids, targets, weight, task, source in zip(
+        *(batch[name] for name in ("ids", "targets", "weight", "task", "source")), strict=True
+    ):
+        looked_up = (weight == 1.0) & ((task == 0) | (task == 1))  # the values, not the repeated key
+        assert ((source >= 0) == looked_up).all()
+        rows = looked_up.nonzero()[0]
+        assert (ids[source[rows]] == targets[rows]).all() and (source[rows] < rows).all()
+
+
+def test_only_pairs_see_the_entries_of_others() -> None:
+    assert tasks.training_batch(5, 6, 128, 128, "prp")["decoy"].tolist() == [2, 1, 3, 5, 4, 0]
+
+
 def test_held_out_word_problems_never_appear_in_training() -> None:
     rng = Random(0)
     training = {problems.split_problem(rng, held_out=False)[0] for _ in range(2000)}
