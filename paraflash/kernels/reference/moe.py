@@ -49,11 +49,13 @@ def experts(
         parts = zip(counts, x.split(counts), w.unbind(), strict=True)
         return torch.cat([linear(part, matrix, round_input) for count, part, matrix in parts if count])
 
-    out = torch.zeros(h.shape, dtype=torch.float32, device=h.device)
     if not len(row):
-        return out.to(h.dtype) if more is None else more.clone()
+        return torch.zeros_like(h) if more is None else more.clone()
     x = h[row]
     # The routing weight goes in before w2: equal in exact arithmetic, but not once the input is rounded.
     a = swiglu(each(x, experts.w1).float(), each(x, experts.w3).float(), limit) * weights.flatten()[pair, None]
-    out.index_add_(0, row, each(a.to(h.dtype), experts.w2).float())
+    # A place for every choice: adding to the rows directly would on a GPU sum them in any order.
+    parts = torch.zeros(ids.numel(), h.shape[1], dtype=torch.float32, device=h.device)
+    parts[pair] = each(a.to(h.dtype), experts.w2).float()
+    out = parts.view(*ids.shape, -1).sum(1)
     return (out if more is None else out + more).to(h.dtype)
