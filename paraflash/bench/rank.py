@@ -37,6 +37,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--prefill-context-parallel-size", "-pcp", type=int, default=1)
     parser.add_argument("--rank", type=int, default=0, help="whose share runs")
     parser.add_argument("--moe-backend", default="auto")
+    parser.add_argument(
+        "--kv-cache-dtype", default="bfloat16", choices=("bfloat16", "fp8_ds_mla", "nvfp4_ds_mla"), help="cache records"
+    )
     parser.add_argument("--max-num-batched-tokens", type=length, default=4096, help="rows of a step, over all ranks")
     parser.add_argument("--input-len", type=length, nargs="+", default=[32768], help="prompt lengths")
     parser.add_argument("--decode", type=int, nargs="*", default=[], help="also decode these numbers of rows a step")
@@ -104,7 +107,7 @@ def make_runner(args: argparse.Namespace, ceilings: Ceilings) -> ModelRunner:
         tokenizer=args.model,
         device="cuda",
         dtype="bfloat16",
-        kv_cache_dtype="bfloat16",
+        kv_cache_dtype=args.kv_cache_dtype,
         tensor_parallel_size=args.tensor_parallel_size,
         prefill_context_parallel_size=args.prefill_context_parallel_size,
         moe_backend=args.moe_backend,

@@ -1,0 +1,159 @@
+"""Times kernels that stand for a choice, alone, at the released widths, on one GPU: what decides which one a step gets.
+
+`attention`: rows that decode, each with 128 window and 512 chosen keys, from window rows in the ring to the output. As
+fp8_ds_mla records read by the paged kernel, the same records decoded into a workspace, and a bfloat16 cache.
+`experts`: the routed experts of a step with inputs in bf16 and in FP8, from hidden rows (rounded as in the model) to
+their sum, and how far both are from fp32 products for a few rows. Times are medians of replays of a CUDA graph that
+holds several calls.
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+import torch
+
+CALLS = 10  # in a graph, on inputs of their own where these are small
+
+HEAD_DIM, ROPE, INDEX_DIM, WINDOW, CHOSEN = 512, 64, 128, 128, 512
+HIDDEN, INNER, TOPK = 5120, 2304, 6
+
+
+def seconds(calls: Sequence[Callable[[], Any]]) -> float:
+    """Of one call: the median over 20 replays of all of them."""
+    for call in calls:
+        call()  # compiles, and makes what is kept
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        for call in calls:
+            call()
+    times = []
+    for _ in range(20):
+        start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+        start.record()
+        graph.replay()
+        end.record()
+        torch.cuda.synchronize()
+        times.append(start.elapsed_time(end) / 1e3 / len(calls))
+    return statistics.median(times[3:])
+
+
+def attention(rows: int, heads: int, entries: int) -> None:
+    from paraflash.cache.pool import Arena, RecordPool
+    from paraflash.cache.records import PlainRecord, kv_format
+    from paraflash.kernels.cuda import CudaKernels, attend
+    from paraflash.kernels.cuda.packages import find_packages
+
+    packages = find_packages()
+    if packages.paged_attention is None:
+        raise SystemExit(f"attention needs sgl-flash-mla: {packages.notes['sgl-flash-mla']}")
+    attend.PAGED_ROWS = rows  # also where the engine would not
+    pages = 1 + 65536 // entries
+    found = {}
+    for name, dtype, paged in (
+        ("paged", "fp8_ds_mla", packages.paged_attention),
+        ("workspace", "fp8_ds_mla", None),
+        ("bfloat16", "bfloat16", None),
+    ):
+        record = kv_format(dtype, HEAD_DIM, ROPE, INDEX_DIM).window
+        arena = None
+        if isinstance(record, PlainRecord):
+            arena = Arena(record, pages * entries, rows * WINDOW, "cuda")
+        pool, ring = RecordPool(record, pages, entries, "cuda", arena), RecordPool(record, rows, WINDOW, "cuda")
+        for held in (pool, ring):
+            every = torch.arange(held.storage.shape[0] * held.entries, device="cuda")
+            held.write(every, record.encode(torch.randn(len(every), HEAD_DIM, device="cuda")))
+        kernels = CudaKernels(replace(packages, paged_attention=paged), torch.bfloat16, "grouped_mm", trained=True)
+        own, reach = torch.arange(rows, device="cuda")[:, None], torch.arange(WINDOW - 1, device="cuda")
+        prior = (own * WINDOW + reach).flatten()
+        step_rows = record.encode(torch.randn(rows, HEAD_DIM, device="cuda"))
+        window_index = torch.cat([own * (WINDOW - 1) + reach, rows * (WINDOW - 1) + own], 1)
+        sink = torch.randn(heads, device="cuda")
+
+        def once(kernels: Any, q: Any, slots: Any, ring: Any, pool: Any, listed: tuple[Any, ...]) -> None:
+            prior, step_rows, window_index, sink = listed
+            keys = kernels.window_keys(ring, prior, step_rows)
+            kernels.attend(q, keys, window_index, pool, slots, sink, HEAD_DIM**-0.5)
+
+        calls = []
+        for _ in range(CALLS):
+            q = torch.randn(rows, heads, HEAD_DIM, device="cuda", dtype=torch.bfloat16)
+            slots = torch.randint(0, pages * entries, (rows, CHOSEN), device="cuda")
+            calls.append(partial(once, kernels, q, slots, ring, pool, (prior, step_rows, window_index, sink)))
+        found[name] = seconds(calls)
+    times = ", ".join(f"{name} {1e6 * t:7.1f} us" for name, t in found.items())
+    print(f"{rows:4} rows, {heads:2} heads, pages of {entries}: {times}", flush=True)
+
+
+def experts(rows: int, total: int, local: int) -> None:
+    from paraflash.checkpoint.quant import QuantTensor
+    from paraflash.kernels.cuda import CudaKernels
+    from paraflash.kernels.cuda.packages import find_packages
+    from paraflash.kernels.interface import Expert
+    from paraflash.kernels.reference import reference_kernels
+
+    packages = find_packages()
+    if packages.humming is None:
+        raise SystemExit(f"experts needs humming-kernels: {packages.notes['humming-kernels']}")
+
+    def weight(out: int, width: int) -> QuantTensor:
+        codes = torch.randint(0, 256, (local, out, width // 2), device="cuda", dtype=torch.uint8)
+        scale = torch.randint(117, 121, (local, out, width // 32), device="cuda", dtype=torch.uint8)
+        return QuantTensor("fp4", codes, scale)
+
+    own = Expert(weight(INNER, HIDDEN), weight(HIDDEN, INNER), weight(INNER, HIDDEN), 0, total)
+    h = torch.randn(rows, HIDDEN, device="cuda", dtype=torch.bfloat16)
+    ids = torch.rand(rows, total, device="cuda").argsort(1)[:, :TOPK]
+    weights = torch.rand(rows, TOPK, device="cuda")
+    few = slice(0, min(rows, 16))
+    w1, w2, w3 = (w.dequantise(torch.float32) for w in (own.w1, own.w2, own.w3))
+    expanded = Expert(w1, w2, w3, 0, total)
+    wanted = reference_kernels().experts(h[few].float(), ids[few], weights[few], expanded, 10.0, True)
+    del expanded, w1, w2, w3
+    for backend in ("humming", "humming_fp8"):
+        kernels = CudaKernels(packages, torch.bfloat16, backend, trained=True)
+        packed = kernels.pack_experts(own)
+        part = kernels.experts(h[few], ids[few], weights[few], packed, 10.0, True).float()
+        error = float((part - wanted).norm() / wanted.norm())
+        taken = seconds([partial(kernels.experts, h, ids, weights, packed, 10.0, True)] * 2)
+        print(
+            f"{backend:12} {rows} rows, {local} of {total} experts: {1e3 * taken:7.3f} ms, error {error:.2e}",
+            flush=True,
+        )
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    commands = parser.add_subparsers(dest="command", required=True)
+    sub = commands.add_parser("attention")
+    sub.add_argument("--rows", type=int, nargs="+", default=[1, 4, 8, 16, 32, 64, 128, 256])
+    sub.add_argument("--heads", type=int, nargs="+", default=[64, 16], help="local heads")
+    sub = commands.add_parser("experts")
+    sub.add_argument("--rows", type=int, nargs="+", default=[1, 16, 64, 512, 4096])
+    sub.add_argument("--experts", type=int, default=384)
+    sub.add_argument("--local", type=int, nargs="+", default=[48, 96], help="experts of this GPU")
+    args = parser.parse_args()
+    if not torch.cuda.is_available():
+        raise SystemExit("kernel_choices needs a CUDA device")
+    if args.command == "attention":
+        for heads in args.heads:
+            for rows in args.rows:
+                attention(rows, heads, 64)
+    else:
+        for local in args.local:
+            for rows in args.rows:
+                experts(rows, args.experts, local)
+
+
+if __name__ == "__main__":
+    main()
