@@ -49,7 +49,7 @@ class PagedKernel:
         assert q.shape[1:] == (64, 512) and q.dtype == torch.bfloat16 and q.is_contiguous() and sink.shape == (64,)
         out = torch.zeros_like(q)
         for held in (pages, more):
-            assert held is None or (held.shape[2:] == (1, 584) and held.stride(1) == 584 and held.stride(0) % 8 == 0)
+            assert held is None or (held.shape[2:] == (1, 584) and held.stride(1) == 584 and held.stride(0) % 576 == 0)
         for listed in (index, more_index):
             assert listed is None or (listed.dtype == torch.int32 and listed.shape[1] % 64 == 0)
         for row in range(len(q)):

@@ -97,7 +97,7 @@ def readable(record: Record) -> bool:
 
 @dataclass
 class Page:
-    """storage [1, entries * record.nbytes] uint8: records laid as in a pool's page, without padding behind them."""
+    """storage [1, record.page_bytes(entries)] uint8: records laid as in a page of a pool."""
 
     record: Record
     entries: int
@@ -138,7 +138,8 @@ def _lay_kernel(
 def lay_page(ring: RecordPool, prior_slots: Tensor, step_rows: Tensor) -> Page:
     """Records of the ring at prior_slots [n], then step_rows (bytes [m, nbytes]), as one page of n + m entries."""
     record, total = ring.record, len(prior_slots) + len(step_rows)
-    page = Page(record, total, torch.empty(1, total * record.nbytes, dtype=torch.uint8, device=step_rows.device))
+    storage = torch.empty(1, record.page_bytes(total), dtype=torch.uint8, device=step_rows.device)
+    page = Page(record, total, storage)
     sizes = (record.data_bytes, record.nbytes, *ring.layout, *page.layout[1:])
     whole = all(size % 8 == 0 for size in sizes)  # bytes move as words where everything lies on words
     word, step = (torch.int64, 8) if whole else (torch.uint8, 1)
