@@ -146,43 +146,56 @@ def plan_window(
     )
 
 
-def one_row_each(
-    spans: Sequence[Span], sources: Sequence[Sequence[Segment]], rank: int
-) -> tuple[list[Span], slice, Ints]:
-    """Of a step that has one row of each request: the spans of all rows, rank-major as gathered; which of them are this
-    rank's; and where each row lies in [ local | sent by all ranks ]."""
-    every = [spans[s.request] for segments in sources for s in segments]
-    before, n = sum(map(len, sources[:rank])), len(sources[rank])
-    row = np.arange(len(every))
-    return every, slice(before, before + n), np.where((row >= before) & (row < before + n), row - before, n + row)
+@dataclass(frozen=True)
+class DecodeRows:
+    """A step that has one row of each request, row i of the step on rank i % P, as `make_plan` deals them out.
+
+    Arrays [n] are rank-major, as rows are gathered: rank 0's rows 0, P, 2P.., then rank 1's.
+    """
+
+    counts: tuple[int, ...]  # rows of each rank
+    rank: int
+    request: Ints  # index into the step
+    slot: Ints
+    position: Ints
+    window_start: Ints  # as in `Span`
+    write_start: Ints
+    block: Ints  # block of the row's position
+
+    @property
+    def own(self) -> slice:
+        """Which of all rows are this rank's."""
+        before = sum(self.counts[: self.rank])
+        return slice(before, before + self.counts[self.rank])
+
+    @property
+    def place(self) -> Ints:
+        """Where each row lies in [ local | sent by all ranks ]."""
+        row, own = np.arange(len(self.slot)), self.own
+        return np.where((row >= own.start) & (row < own.stop), row - own.start, self.counts[self.rank] + row)
 
 
-def plan_decode_window(
-    spans: Sequence[Span], sources: Sequence[Sequence[Segment]], rank: int, window: int
-) -> WindowPlan:
+def plan_decode_window(rows: DecodeRows, window: int) -> WindowPlan:
     """As `plan_window` where each request has one row, but with shapes that do not depend on positions: all W-1 ring
     rows before a row are among the keys, also where the window does not reach so far."""
-    reach = window - 1
-    every, own, place = one_row_each(spans, sources, rank)
-    counts, n = tuple(map(len, sources)), len(sources[rank])
-    start = np.array([s.start for s in every], np.int64)
-    ring = np.array([s.slot for s in every], np.int64) * window
-    bound = np.array([max(s.window_start, 0) for s in every], np.int64)
+    reach, own, n = window - 1, rows.own, rows.counts[rows.rank]
+    ring = rows.slot * window
     local = np.arange(n)
-    prior = start[own, None] - reach + np.arange(reach)
-    table = np.column_stack([np.arange(n * reach).reshape(n, reach), n * reach + local])
-    table[:, :reach][prior < bound[own, None]] = -1
-    stays = len(every) if reach else 0  # a window of one token leaves nothing
-    sends = len(sources) > 1 and reach > 0
+    prior = rows.position[own, None] - reach + np.arange(reach)
+    table = np.empty((n, window), np.int64)
+    table[:, :reach] = np.where(prior < rows.window_start[own, None], -1, np.arange(n * reach).reshape(n, reach))
+    table[:, reach] = n * reach + local
+    stays = len(rows.slot) if reach else 0  # a window of one token leaves nothing
+    sends = len(rows.counts) > 1 and reach > 0
     return WindowPlan(
         prior_slots=(ring[own, None] + prior % window).reshape(-1),
         send_rows=local if sends else local[:0],
-        send_counts=counts if sends else tuple(0 for _ in counts),
+        send_counts=rows.counts if sends else tuple(0 for _ in rows.counts),
         table=table.reshape(-1),
         row_start=local * window,
         window=window,
-        tail_rows=place[:stays],
-        tail_slots=(ring + start % window)[:stays],
+        tail_rows=rows.place[:stays],
+        tail_slots=(ring + rows.position % window)[:stays],
     )
 
 

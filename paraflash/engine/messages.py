@@ -1,17 +1,22 @@
 """What the engine tells its workers each step, and what comes back. Plain data, pickled to every rank alike.
 
 A step is stateless: it carries all that a worker needs (token ids, block tables, look-back ids, sampling), so ranks
-cannot drift apart. Nothing here knows of tensor or context parallelism.
+cannot drift apart. Nothing here knows of tensor or context parallelism. A step travels as `Columns`, a few arrays for
+all requests together: pickling hundreds of small arrays would take longer than everything else on the way.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import cached_property
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 Int32 = NDArray[np.int32]
+Int64 = NDArray[np.int64]
 
 
 @dataclass
@@ -33,6 +38,31 @@ class SampleSpec:
     history: Int32 | None = None  # prompt + output ids; only where a penalty needs them
     prompt_len: int = 0  # how many of `history` are prompt
     bitmask: Int32 | None = None  # [ceil(vocab / 32)] allowed tokens of a grammar
+
+    @property
+    def is_plain(self) -> bool:
+        """Whether `plain_spec` of `plain` is this one: no rule on single tokens, and only the token is wanted."""
+        return (
+            self.logprobs is None
+            and self.bitmask is None
+            and self.banned_ids is None
+            and self.history is None
+            and not self.logit_bias
+            and not (self.presence_penalty or self.frequency_penalty)
+            and self.repetition_penalty == 1
+        )
+
+    @property
+    def plain(self) -> Plain:
+        return self.temperature, self.top_p, self.top_k, self.min_p, self.seed, self.step
+
+
+Plain = tuple[float, float, int, float, int, int]  # temperature, top_p, top_k, min_p, seed, step
+
+
+def plain_spec(values: Plain) -> SampleSpec:
+    temperature, top_p, top_k, min_p, seed, step = values
+    return SampleSpec(temperature, top_p, top_k, min_p, seed=seed, step=step)
 
 
 @dataclass
@@ -60,9 +90,86 @@ class StepRequest:
 
 
 @dataclass
+class Columns:
+    """The requests of a step side by side, n of them, arrays joined in step order."""
+
+    request_ids: list[str]
+    numbers: Int64  # [n, 10] as `numbers_of` gives them
+    token_ids: Int32
+    lookback: Int32
+    block_ids: Int32
+    samples: list[Plain | SampleSpec | None]
+    prompts: dict[int, tuple[int, Int32 | None]]  # prompt_logprobs and prompt_targets of the requests that want any
+
+    @property
+    def is_decode(self) -> bool:
+        """Whether each request has one row, which is sampled and is no part of a prompt."""
+        rows, prefill = self.numbers[:, 0], self.numbers[:, 4]
+        return not self.prompts and bool((rows == 1).all()) and not prefill.any() and None not in self.samples
+
+    def specs(self) -> list[SampleSpec | None]:
+        return [plain_spec(s) if isinstance(s, tuple) else s for s in self.samples]
+
+    def requests(self) -> list[StepRequest]:
+        ends = np.cumsum(self.numbers[:, :3], axis=0)
+        starts = (ends - self.numbers[:, :3]).tolist()
+        every = zip(self.request_ids, starts, ends.tolist(), self.numbers[:, 3:].tolist(), self.specs(), strict=True)
+        found = []
+        for i, (name, (t, k, b), (t1, k1, b1), (slot, prefill, computed, *bounds, last), spec) in enumerate(every):
+            tokens, lookback, blocks = self.token_ids[t:t1], self.lookback[k:k1], self.block_ids[b:b1]
+            shown = self.prompts.get(i, (None, None))
+            request = (name, slot, tokens, lookback, computed, bool(prefill), blocks, *bounds, spec, bool(last), *shown)
+            found.append(StepRequest(*request))
+        return found
+
+
+def numbers_of(r: StepRequest) -> tuple[int, ...]:
+    """Lengths of its three arrays, then slot, is_prefill, num_computed, kv_write_start, window_start, kept_rows and
+    is_last_chunk."""
+    return (
+        *(len(r.token_ids), len(r.lookback), len(r.block_ids), r.slot, r.is_prefill, r.num_computed),
+        *(r.kv_write_start, r.window_start, r.kept_rows, r.is_last_chunk),
+    )
+
+
+def columns_of(requests: list[StepRequest]) -> Columns:
+    return Columns(
+        [r.request_id for r in requests],
+        np.array([numbers_of(r) for r in requests], np.int64).reshape(-1, 10),
+        _joined([r.token_ids for r in requests]),
+        _joined([r.lookback for r in requests]),
+        _joined([r.block_ids for r in requests]),
+        [s.plain if (s := r.sample) is not None and s.is_plain else s for r in requests],
+        {i: (r.prompt_logprobs, r.prompt_targets) for i, r in enumerate(requests) if r.prompt_logprobs is not None},
+    )
+
+
+def _joined(parts: list[Int32]) -> Int32:
+    return np.concatenate([np.zeros(0, np.int32), *parts], dtype=np.int32)
+
+
 class StepInput:
-    step_id: int
-    requests: list[StepRequest]
+    """One step: made of `requests`, pickled as `columns`; each is made from the other where it is first asked for."""
+
+    def __init__(self, step_id: int, requests: list[StepRequest]):
+        self.step_id, self.requests = step_id, requests
+
+    @cached_property
+    def requests(self) -> list[StepRequest]:
+        return self.columns.requests()
+
+    @cached_property
+    def columns(self) -> Columns:
+        return columns_of(self.requests)
+
+    def __reduce__(self) -> tuple[Callable[..., StepInput], tuple[Any, ...]]:
+        return _step_of, (self.step_id, *vars(self.columns).values())
+
+
+def _step_of(step_id: int, *columns: Any) -> StepInput:
+    step = StepInput.__new__(StepInput)
+    step.step_id, step.columns = step_id, Columns(*columns)
+    return step
 
 
 @dataclass
@@ -88,3 +195,21 @@ class StepOutput:
     sampled: dict[str, Sampled] = field(default_factory=dict)  # request_id -> token
     prompt_logprobs: dict[str, list[TokenLogprobs]] = field(default_factory=dict)
     timings: dict[str, float] = field(default_factory=dict)  # seconds per component of this step, rank 0
+
+    def __reduce__(self) -> tuple[Callable[..., StepOutput], tuple[Any, ...]]:
+        tokens = [s.token_id for s in self.sampled.values()]
+        logprobs = [s.logprobs for s in self.sampled.values()]
+        found = logprobs if any(x is not None for x in logprobs) else None
+        return _output_of, (self.step_id, list(self.sampled), tokens, found, self.prompt_logprobs, self.timings)
+
+
+def _output_of(
+    step_id: int,
+    request_ids: list[str],
+    tokens: list[int],
+    logprobs: list[TokenLogprobs | None] | None,
+    prompt_logprobs: dict[str, list[TokenLogprobs]],
+    timings: dict[str, float],
+) -> StepOutput:
+    every = map(Sampled, tokens, logprobs) if logprobs else map(Sampled, tokens)
+    return StepOutput(step_id, dict(zip(request_ids, every, strict=True)), prompt_logprobs, timings)

@@ -25,6 +25,7 @@ from paraflash.checkpoint.progress import show_progress
 from paraflash.checkpoint.tensors import Shard, split_range
 from paraflash.config.engine import EngineConfig
 from paraflash.config.model import ModelConfig
+from paraflash.engine.decode_step import decode_step, decode_tokens, decode_windows, padded_rows
 from paraflash.engine.engram_rows import EngramRows, Lookup
 from paraflash.engine.engram_shards import EngramShards
 from paraflash.engine.graphs import StepGraphs, cuda_capture
@@ -32,9 +33,9 @@ from paraflash.engine.memory_plan import LONG_CONTEXT_BYTES, log_held, settle_de
 from paraflash.engine.messages import Sampled, SampleSpec, StepInput, StepOutput, StepRequest, TokenLogprobs
 from paraflash.engine.sampler import prompt_logprobs, sample
 from paraflash.kernels import make_kernels
-from paraflash.kernels.sizes import power_of_2
 from paraflash.model import engram_hash
 from paraflash.model.batch import LocalBatch, build_batch, build_trailing, plan_of
+from paraflash.model.decode_batch import build_decode_batch, dealt
 from paraflash.model.inputs import Inputs, Packed, step_shape, to_device
 from paraflash.model.transformer import Transformer, no_probe
 from paraflash.model.weights import Numerics, pack_linears
@@ -216,24 +217,55 @@ class ModelRunner:
     @torch.inference_mode()
     def execute(self, step: StepInput) -> StepOutput | None:
         """Runs one step. Returns its output on rank 0, None elsewhere."""
-        requests, model, mesh, size = step.requests, self.model_config, self.mesh, self.config.block_size
         graphs = self.graphs if self.transformer.probe is no_probe else None
-        decodes = all(not r.is_prefill and r.num_tokens == 1 for r in requests)
-        spare_slot = self._slots if graphs is not None and decodes else None
-        if spare_slot is not None:
-            missing = padded_rows(len(requests), mesh.pcp.size) - len(requests)
-            requests = [*requests, *[padding_request(spare_slot)] * missing]
+        decodes = graphs is not None and step.columns.is_decode
+        output = self._decode(step, graphs) if graphs is not None and decodes else self._run(step, graphs)
+        seconds = self.mesh.take_seconds()
+        if output is not None:
+            output.timings = seconds
+        return output
+
+    def _decode(self, step: StepInput, graphs: StepGraphs) -> StepOutput | None:
+        """A step that decodes one row of each request, as a recorded pass over that number of rows or some more."""
+        columns, model, mesh, size = step.columns, self.model_config, self.mesh, self.config.block_size
+        count, spare_slot, ranks = len(columns.request_ids), self._slots, mesh.pcp.size
+        rows = padded_rows(count, ranks)
+        counts, order = dealt(rows, ranks)
+        own = order[sum(counts[: mesh.pcp.rank]) :][: counts[mesh.pcp.rank]]
+        tokens = decode_tokens(columns, rows)
+        staged = no_bytes
+        if self.token_map is not None:
+            windows = decode_windows(columns, tokens, model.engram_max_ngram)[own]
+            staged = self.engram.stage(engram_hash.hash_windows(model, self.token_map, windows))
+        batch = build_decode_batch(decode_step(columns, rows, spare_slot, size), model, mesh, size, spare_slot)
+        packed = Packed(Inputs(torch.from_numpy(tokens[own]), batch, None), pinned=mesh.device.type == "cuda")
+        hidden = graphs.run(packed, staged, self._forward_staged)
+        self.progress()
+        counts, order = dealt(count, ranks)  # of each rank's rows those of requests come first
+        found = RowGather(mesh.pcp, counts, "sampled").gather(hidden[: counts[mesh.pcp.rank]])
+        logits = self.transformer.logits(found)
+        if mesh.rank != 0:
+            return None
+        requests = order.tolist()
+        every = columns.specs()
+        specs = [spec for i in requests if (spec := every[i]) is not None]
+        names = [columns.request_ids[i] for i in requests]
+        return StepOutput(step.step_id, dict(zip(names, sample(logits, specs, model.vocab_size), strict=True)))
+
+    def _run(self, step: StepInput, graphs: StepGraphs | None) -> StepOutput | None:
+        """Any step; one of whole blocks of prompts as a recorded pass."""
+        requests, model, mesh, size = step.requests, self.model_config, self.mesh, self.config.block_size
         spans = spans_of(requests)
         plan = plan_of(spans, mesh.pcp.size)
         local = plan.rows[mesh.pcp.rank]
         hashed = self._engram_ids(requests, local)
-        replays = graphs is not None and (decodes or all(_in_blocks(r, size) for r in requests))
-        staged = lookup = None
+        replays = graphs is not None and all(_in_blocks(r, size) for r in requests)
+        staged, lookup = no_bytes, None
         if hashed is not None and replays:
             staged = self.engram.stage(hashed)
         elif hashed is not None:
             lookup = self.engram.start(hashed, RowGather(mesh.pcp, [len(r) for r in plan.rows], "engram"))
-        batch = build_batch(spans, plan, model, mesh, size, spare_slot=spare_slot)
+        batch = build_batch(spans, plan, model, mesh, size)
         kept = [
             s.length if r.kept_rows < 0 else min(r.kept_rows, s.length) for r, s in zip(requests, spans, strict=True)
         ]
@@ -242,21 +274,16 @@ class ModelRunner:
             trailing = build_trailing(spans, kept, batch, model, mesh, size)
         token_ids = np.concatenate([r.token_ids for r in requests]).astype(np.int64)[local]
         inputs = Inputs(torch.from_numpy(token_ids), batch, trailing)
-        if replays:
-            assert graphs is not None
-            inputs.step = () if decodes else step_shape(spans, kept, model.window)
+        if graphs is not None and replays:
+            inputs.step = step_shape(spans, kept, model.window)
             packed = Packed(inputs, pinned=mesh.device.type == "cuda")
-            hidden = graphs.run(packed, staged or no_bytes, self._forward_staged)
+            hidden = graphs.run(packed, staged, self._forward_staged)
         elif mesh.device.type == "cuda":
             hidden = self._forward(Packed(inputs, pinned=True).sent_to(mesh.device), lookup)
         else:
             hidden = self._forward(inputs, lookup)
         self.progress()
-        output = self._finish(step, hidden, trailing.batch if trailing else batch)
-        seconds = mesh.take_seconds()
-        if output is not None:
-            output.timings = seconds
-        return output
+        return self._finish(step, hidden, trailing.batch if trailing else batch)
 
     def _forward(self, inputs: Inputs, engram: Lookup | None) -> Tensor:
         """engram: None for a model without Engram layers."""
@@ -288,6 +315,7 @@ class ModelRunner:
                 wanted.add((i, end - 1))
             if r.prompt_logprobs is not None:
                 wanted.update((i, p) for p in range(r.num_computed, end))
+        assert batch.plan is not None
         keys, counts, mine = pick_rows(batch.plan, wanted, mesh.pcp.rank)
         rows = RowGather(mesh.pcp, counts, "sampled").gather(rows_at(hidden, mine))
         place = {key: row for row, key in enumerate(keys)}
@@ -336,26 +364,6 @@ def rows_at(x: Tensor, index: np.ndarray) -> Tensor:
     if np.array_equal(index, np.arange(first, first + count)):
         return x[first : first + count]
     return x[to_device(torch.from_numpy(index), x.device)]
-
-
-def padded_rows(rows: int, ranks: int) -> int:
-    """Rows of a decode step of `rows` requests: equally many on each PCP rank, in steps of at most a half."""
-    each = -(-rows // ranks)
-    power = power_of_2(each)
-    return ranks * (power * 3 // 4 if power > 16 and each <= power * 3 // 4 else power)
-
-
-def padding_request(slot: int) -> StepRequest:
-    """A decode row at position 0 that writes to `slot` and to the null block and whose result nobody wants."""
-    return StepRequest(
-        request_id="",
-        slot=slot,
-        token_ids=np.zeros(1, np.int32),
-        lookback=np.zeros(0, np.int32),
-        num_computed=0,
-        is_prefill=False,
-        block_ids=np.zeros(1, np.int32),
-    )
 
 
 def _in_blocks(r: StepRequest, block_size: int) -> bool:

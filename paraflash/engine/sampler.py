@@ -7,13 +7,14 @@ token id). So a token depends on its own row, seed and step alone: neither the b
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from paraflash.engine.messages import Int32, Sampled, SampleSpec, TokenLogprobs
+from paraflash.model.inputs import to_device
 
 NEVER = -torch.inf
 _MAX_SCALE = 1e30  # of repetition penalties: a logit times it is finite, so that no allowed token becomes NEVER
@@ -31,57 +32,107 @@ def sample(logits: Tensor, specs: Sequence[SampleSpec], vocab_size: int) -> list
 
     logits: float32 [n, V] with V >= vocab_size, not changed; columns past vocab_size are padding. Raises `BadLogits`.
     """
+    return start_sample(logits, specs, vocab_size)()
+
+
+def start_sample(logits: Tensor, specs: Sequence[SampleSpec], vocab_size: int) -> Callable[[], list[Sampled]]:
+    """As `sample`, which the result finishes. Without rules on single tokens the host does not wait until then, and
+    then once: for the tokens, the best logits and what else is reported."""
     raw = logits[:, :vocab_size]
-    check_finite(raw)
-    scores = raw
-    if any(_changes_scores(spec) for spec in specs):
+    scores, ruled = raw, [(i, spec) for i, spec in enumerate(specs) if _changes_scores(spec)]
+    if ruled:
+        check_finite(raw)
         scores = raw.clone()
-        for row, spec in zip(scores, specs, strict=True):
-            if _changes_scores(spec):
-                _apply_request_rules(row, spec)
+        for i, spec in ruled:
+            _apply_request_rules(scores[i], spec)
+    best, tokens = scores.max(dim=-1)  # the lowest id among equals; NaN wins
     drawn = [i for i, spec in enumerate(specs) if spec.temperature > 0]
-    tokens = scores.argmax(dim=-1)  # the lowest id among equals
     if drawn:
-        tokens[drawn] = _draw(scores[drawn], [specs[i] for i in drawn])
-    ids = tokens.tolist()
+        tokens = _on_rows(tokens, drawn, specs, lambda rows, own: _draw(_at(scores, rows), own))
     wanted = [i for i, spec in enumerate(specs) if spec.logprobs is not None]
-    found: dict[int, TokenLogprobs] = {}
-    if wanted:
-        tops = [specs[i].logprobs or 0 for i in wanted]
-        found = dict(zip(wanted, _logprobs(raw[wanted], tokens[wanted], tops), strict=True))
-    return [Sampled(token, found.get(i)) for i, token in enumerate(ids)]
+    tops = [specs[i].logprobs or 0 for i in wanted]
+    rows = _rows_index(wanted, len(specs), raw.device)
+    reported = _measure(_at(raw, rows), _at(tokens, rows), max(tops)) if wanted else []
+    fetched = _fetch([tokens, best, *reported])
+
+    def finish() -> list[Sampled]:
+        ids, best, *numbers = fetched()
+        _refuse_broken(best)
+        found = dict(zip(wanted, _report(numbers, tops), strict=True)) if wanted else {}
+        return [Sampled(token, found.get(i)) for i, token in enumerate(ids.tolist())]
+
+    return finish
+
+
+def _on_rows(
+    tokens: Tensor,
+    rows: list[int],
+    specs: Sequence[SampleSpec],
+    choose: Callable[[Tensor | None, list[SampleSpec]], Tensor],
+) -> Tensor:
+    """`tokens` [n] with those of some rows replaced by choose(rows, their specs)."""
+    index = _rows_index(rows, len(specs), tokens.device)
+    chosen = choose(index, [specs[i] for i in rows])
+    return chosen if index is None else tokens.index_copy(0, index, chosen)
+
+
+def _rows_index(rows: list[int], count: int, device: torch.device) -> Tensor | None:
+    """Row numbers on the device; None for all of `count` rows."""
+    return None if len(rows) == count else to_device(torch.tensor(rows, dtype=torch.int64), device)
+
+
+def _at(x: Tensor, rows: Tensor | None) -> Tensor:
+    return x if rows is None else x.index_select(0, rows)
+
+
+def _fetch(tensors: list[Tensor]) -> Callable[[], list[Tensor]]:
+    """Begins to copy tensors to the host; the result waits for them."""
+    if not tensors[0].is_cuda:
+        return lambda: tensors
+    on_host = [x.to("cpu", non_blocking=True) for x in tensors]
+    arrived = torch.cuda.current_stream(tensors[0].device).record_event()
+
+    def wait() -> list[Tensor]:
+        arrived.synchronize()
+        return on_host
+
+    return wait
 
 
 def prompt_logprobs(logits: Tensor, targets: Tensor, top: int) -> list[TokenLogprobs]:
     """Log-probabilities of given tokens: float32 [n, V] and int64 [n] -> one entry per row with `top` best ids."""
     check_finite(logits)
-    return _logprobs(logits, targets, [top] * len(logits))
+    return _report(_fetch(_measure(logits, targets, top))(), [top] * len(logits)) if len(logits) else []
 
 
 def check_finite(logits: Tensor) -> None:
     """Raises `BadLogits` for NaN or +inf; -inf is a token that is never chosen."""
-    if len(logits) == 0:
-        return
-    best = logits.amax(dim=-1)  # NaN wins a maximum
+    if len(logits):
+        _refuse_broken(logits.amax(dim=-1).cpu())
+
+
+def _refuse_broken(best: Tensor) -> None:
+    """best [n] on the host: the maximum of each row of logits, which NaN wins."""
     bad = ~torch.isfinite(best)
     if bad.any():
         row = int(bad.nonzero()[0])
         raise BadLogits(f"the logits of row {row} have the maximum {best[row].item()}; the model's output is broken")
 
 
-def _logprobs(logits: Tensor, tokens: Tensor, tops: Sequence[int]) -> list[TokenLogprobs]:
-    """Log-softmax of the logits as the model gave them; rank 1 is the best token."""
-    if len(logits) == 0:
-        return []
+def _measure(logits: Tensor, tokens: Tensor, top: int) -> list[Tensor]:
+    """Of the log-softmax of the logits as the model gave them: the tokens' ids, values and ranks (1 is the best) [n],
+    ids and values of the `top` best [n, top]."""
     norm = logits.logsumexp(dim=-1, keepdim=True)
     own = logits.gather(1, tokens[:, None])
-    ranks = ((logits > own).sum(dim=-1) + 1).tolist()
-    values = (own - norm)[:, 0].tolist()
-    best, ids = logits.topk(min(max(tops), logits.shape[1]), dim=-1)
-    top_values, top_ids = (best - norm).tolist(), ids.tolist()
+    ranks = (logits > own).sum(dim=-1) + 1
+    best, ids = logits.topk(min(top, logits.shape[1]), dim=-1)
+    return [tokens, (own - norm)[:, 0], ranks, ids, best - norm]
+
+
+def _report(measured: list[Tensor], tops: Sequence[int]) -> list[TokenLogprobs]:
     return [
-        TokenLogprobs(token, values[i], ranks[i], top_ids[i][: tops[i]], top_values[i][: tops[i]])
-        for i, token in enumerate(tokens.tolist())
+        TokenLogprobs(token, value, rank, ids[:top], values[:top])
+        for token, value, rank, ids, values, top in zip(*(x.tolist() for x in measured), tops, strict=True)
     ]
 
 
@@ -136,41 +187,47 @@ def _apply_penalties(row: Tensor, spec: SampleSpec) -> None:
 
 def _draw(scores: Tensor, specs: Sequence[SampleSpec]) -> Tensor:
     """Rows with a temperature above 0: [n, vocab] -> token ids int64 [n]."""
-    device = scores.device
-    scores = scores / torch.tensor([[spec.temperature] for spec in specs], dtype=scores.dtype, device=device)
+    device, vocab = scores.device, scores.shape[1]
+    numbers = np.array([(_int64(s.seed), s.step, s.top_k if s.top_k > 0 else vocab) for s in specs], np.int64)
+    shares = np.array([(s.temperature, s.min_p, s.top_p) for s in specs], np.float64)
+    both = to_device(torch.from_numpy(np.hstack([numbers, shares.view(np.int64)])), device)  # one copy
+    seeds, steps, top_k = both[:, :3].split(1, 1)
+    temperature, min_p, top_p = both[:, 3:].view(torch.float64).split(1, 1)
+    scores = scores / temperature.to(scores.dtype)
     if any(spec.min_p > 0 for spec in specs):
         # p >= min_p * p_max, in logs; min_p 0 gives -inf, which keeps all.
-        floor = torch.tensor([[spec.min_p] for spec in specs], dtype=scores.dtype, device=device).log()
+        floor = min_p.to(scores.dtype).log()
         scores = scores.masked_fill(scores < scores.amax(dim=-1, keepdim=True) + floor, NEVER)
     cut = [i for i, spec in enumerate(specs) if spec.top_k > 0 or spec.top_p < 1]
     if cut:
-        scores[cut] = _cut_tail(scores[cut], [specs[i] for i in cut])
-    return (scores.double() + gumbel_noise(specs, scores.shape[1], device)).argmax(dim=-1)
+        rows = _rows_index(cut, len(specs), device)
+        kept = _cut_tail(*(_at(x, rows) for x in (scores, top_k, top_p)))
+        scores = kept if rows is None else scores.index_copy(0, rows, kept)
+    return (scores.double() + _noise(seeds, steps, vocab)).argmax(dim=-1)
 
 
-def _cut_tail(scores: Tensor, specs: Sequence[SampleSpec]) -> Tensor:
-    """Keeps the top_k best tokens, and of those the fewest whose probability reaches top_p; the rest become -inf."""
-    device, vocab = scores.device, scores.shape[1]
+def _cut_tail(scores: Tensor, top_k: Tensor, top_p: Tensor) -> Tensor:
+    """Keeps the top_k [n, 1] best tokens, and of those the fewest whose probability reaches top_p [n, 1]; the rest
+    become -inf."""
     ordered, ids = scores.sort(dim=-1, descending=True, stable=True)  # among equals the lower id comes first
-    top_k = torch.tensor([[spec.top_k if spec.top_k > 0 else vocab] for spec in specs], device=device)
-    ordered = ordered.masked_fill(torch.arange(vocab, device=device) >= top_k, NEVER)
+    ordered = ordered.masked_fill(torch.arange(scores.shape[1], device=scores.device) >= top_k, NEVER)
     probs = ordered.softmax(dim=-1, dtype=torch.float64)
     before = probs.cumsum(dim=-1) - probs
-    top_p = torch.tensor([[spec.top_p] for spec in specs], dtype=torch.float64, device=device)
     drop = (before >= top_p) & (top_p < 1)
     drop[:, 0] = False
     return torch.empty_like(scores).scatter_(1, ids, ordered.masked_fill(drop, NEVER))
 
 
-def gumbel_noise(specs: Sequence[SampleSpec], vocab: int, device: torch.device | str = "cpu") -> Tensor:
-    """float64 [n, vocab] standard Gumbel noise: element (i, t) is a hash of (specs[i].seed, specs[i].step, t).
+def gumbel_noise(specs: Sequence[SampleSpec], vocab: int) -> Tensor:
+    """float64 [n, vocab] standard Gumbel noise: element (i, t) is a hash of (specs[i].seed, specs[i].step, t)."""
+    numbers = torch.tensor([[_int64(spec.seed), spec.step] for spec in specs])
+    return _noise(numbers[:, :1], numbers[:, 1:], vocab)
 
-    Each row is a SplitMix64 stream that starts at a hash of seed and step.
-    """
-    seeds = torch.tensor([[_int64(spec.seed)] for spec in specs], device=device)
-    steps = torch.tensor([[spec.step] for spec in specs], device=device)
+
+def _noise(seeds: Tensor, steps: Tensor, vocab: int) -> Tensor:
+    """seeds, steps int64 [n, 1]. Each row is a SplitMix64 stream that starts at a hash of seed and step."""
     start = _mix(_mix(seeds + _GOLDEN) ^ (steps * _GOLDEN))
-    bits = _mix(start + torch.arange(1, vocab + 1, device=device) * _GOLDEN)
+    bits = _mix(start + torch.arange(1, vocab + 1, device=seeds.device) * _GOLDEN)
     uniform = (_shift(bits, 11).double() + 0.5) * 2.0**-53  # in (0, 1), both ends excluded
     return -(-uniform.log()).log()
 

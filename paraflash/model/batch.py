@@ -15,11 +15,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from paraflash.cache.window import Span, WindowPlan, plan_decode_window, plan_window
+from paraflash.cache.window import Span, WindowPlan, plan_window
 from paraflash.config.model import ModelConfig
 from paraflash.kernels.interface import HOST_ONLY, IndexRows, Rotary
 from paraflash.kernels.sizes import power_of_2
-from paraflash.model.linkage import EntryPlan, plan_decode_entries, plan_entries
+from paraflash.model.linkage import EntryPlan, plan_entries
 from paraflash.model.rope import rotary
 from paraflash.parallel.exchange import Outbox, RowGather
 from paraflash.parallel.mesh import Mesh
@@ -83,7 +83,7 @@ class LocalBatch:
     """
 
     model: ModelConfig = field(metadata=HOST_ONLY)
-    plan: Plan = field(metadata=HOST_ONLY)
+    plan: Plan | None = field(metadata=HOST_ONLY)  # None: a step of `DecodeRows`
     positions: Tensor  # [T]
     windows: Windows
     entries: dict[int, Entries]  # by ratio
@@ -133,28 +133,21 @@ def build_batch(
     mesh: Mesh,
     block_size: int,
     owns_kv: bool = True,
-    spare_slot: int | None = None,
 ) -> LocalBatch:
     """The rank's view of rows `spans` partitioned by `plan`, on the host; without `owns_kv` for layers that make no
-    entries. With `spare_slot`, which belongs to no request, for steps that decode one row of each request only: all
-    shapes then follow from the number of rows, and what is there for their sake goes to that slot and the null block.
-    """
+    entries."""
     rank, sources = mesh.pcp.rank, plan.segments
     position = positions_of(sources[rank])
     ratios = sorted({layer.ratio for layer in model.layers} - {0})
     owned = ratios if owns_kv else []
-    if spare_slot is None:
-        window = plan_window(spans, sources[rank], sources, rank, model.window)
-        entries = {r: plan_entries(spans, sources, rank, r, block_size) for r in owned}
-    else:
-        window = plan_decode_window(spans, sources, rank, model.window)
-        entries = {r: plan_decode_entries(spans, sources, rank, r, block_size, spare_slot) for r in owned}
+    window = plan_window(spans, sources[rank], sources, rank, model.window)
+    entries = {r: plan_entries(spans, sources, rank, r, block_size) for r in owned}
     return LocalBatch(
         model=model,
         plan=plan,
         positions=tensor(position),
-        windows=_windows(window, mesh),
-        entries={r: _entries(plan, r, model, mesh) for r, plan in entries.items()},
+        windows=device_windows(window, mesh),
+        entries={r: device_entries(plan, r, model, mesh) for r, plan in entries.items()},
         index_rows=_index_rows(spans, sources, rank, position, ratios, block_size, model.index_topk),
         all_rows=RowGather(mesh.pcp, [len(r) for r in plan.rows], "experts"),
         outbox=Outbox() if mesh.pcp.size > 1 and plan.keeps_requests_whole else None,
@@ -165,7 +158,7 @@ def tensor(x: np.ndarray) -> Tensor:
     return torch.from_numpy(np.ascontiguousarray(x))
 
 
-def _windows(plan: WindowPlan, mesh: Mesh) -> Windows:
+def device_windows(plan: WindowPlan, mesh: Mesh) -> Windows:
     return Windows(
         prior_slots=tensor(plan.prior_slots),
         send_rows=tensor(plan.send_rows),
@@ -178,7 +171,7 @@ def _windows(plan: WindowPlan, mesh: Mesh) -> Windows:
     )
 
 
-def _entries(plan: EntryPlan, ratio: int, model: ModelConfig, mesh: Mesh) -> Entries:
+def device_entries(plan: EntryPlan, ratio: int, model: ModelConfig, mesh: Mesh) -> Entries:
     pairs = None
     if plan.pairs is not None:
         p = plan.pairs
@@ -230,14 +223,32 @@ def _index_rows(
     for s in (s for of_rank in sources for s in of_rank):
         seen_until[s.rank, s.request] = max(seen_until[s.rank, s.request], s.end)
     request = np.repeat([s.request for s in segments], [s.length for s in segments]) if segments else np.zeros(0)
-    row_request, block_tables = tensor(request.astype(np.int64)), tensor(tables)
+    return index_rows(
+        tuple(runs), position, request.astype(np.int64), tables, seen_until, rank, ratios, block_size, topk
+    )
+
+
+def index_rows(
+    runs: tuple[tuple[int, int, int], ...],
+    position: np.ndarray,
+    request: np.ndarray,
+    tables: np.ndarray,
+    seen_until: np.ndarray,
+    rank: int,
+    ratios: Sequence[int],
+    block_size: int,
+    topk: int,
+) -> dict[int, IndexRows]:
+    """By ratio. runs, position [T] and request [T] of this rank's rows; block tables [requests, blocks]; seen_until
+    [ranks, requests]: positions of a request that a rank's rows may see."""
+    row_request, block_tables, blocks = tensor(request), tensor(tables), tables.shape[1]
 
     def of_ratio(ratio: int) -> IndexRows:
         visible, every, entries = (position + 1) // ratio, seen_until // ratio, block_size // ratio
         counts = every[rank]
         width = topk if every.max(initial=0) <= topk else blocks * entries
         return IndexRows(
-            segments=tuple(runs),
+            segments=runs,
             visible=tensor(visible),
             visible_host=visible,
             row_request=row_request,
@@ -270,6 +281,7 @@ def build_trailing(
     rank, world = mesh.pcp.rank, mesh.pcp.size
     tail_spans = trailing_spans(spans, kept, model.window)
     plan = plan_of(tail_spans, world)
+    assert batch.plan is not None
     first_kept = [s.start for s in tail_spans]
     reach = model.window - 1
     # The producing layer's own windows reach behind the first trailing row and keep the batch's own bound.
@@ -283,7 +295,7 @@ def build_trailing(
     take = [place[s.request, p] for s in plan.segments[rank] for p in range(s.start, s.end)]
     return Trailing(
         batch=build_batch(tail_spans, plan, model, mesh, block_size, owns_kv=False),
-        windows=_windows(window, mesh),
+        windows=device_windows(window, mesh),
         send_rows=tensor(send),
         gather=RowGather(mesh.pcp, counts, "trailing"),
         take=tensor(np.array(take, np.int64)),

@@ -7,8 +7,9 @@ can see (shapes and numbers): passes of one signature differ in nothing but the 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass, fields, is_dataclass, replace
+from functools import cache
 from typing import Any
 
 import torch
@@ -54,22 +55,19 @@ class Packed:
 
     def __init__(self, inputs: Inputs, pinned: bool = False):
         """pinned: for copies to a GPU (see `to_device`)."""
-        leaves: dict[int, tuple[int, Tensor]] = {}  # id -> place in `host`; a tensor in two fields is there once
+        leaves: list[Tensor] = []
         notes: list[Hashable] = []
+        _collect(inputs, leaves, notes)
+        self._inputs, self._places = inputs, dict[int, tuple[int, Tensor]]()  # by id: one in two fields is there once
         size = 0
-
-        def take(x: Tensor) -> Tensor:
-            nonlocal size
-            if id(x) not in leaves:
-                leaves[id(x)] = (size, x)
+        for x in leaves:
+            if id(x) not in self._places:
+                self._places[id(x)] = (size, x)
                 size += -(-x.numel() // ALIGNED) * ALIGNED
-            return x
-
-        self._inputs, self._leaves = _rebuilt(inputs, take, notes.append), leaves
         self.signature = tuple(notes)
         self.host = torch.empty(size, dtype=torch.int64, pin_memory=pinned)
         into = self.host.numpy()
-        for at, x in leaves.values():
+        for at, x in self._places.values():
             into[at : at + x.numel()] = x.numpy().reshape(-1)
 
     def sent_to(self, device: torch.device) -> Inputs:
@@ -78,27 +76,45 @@ class Packed:
 
     def on(self, buffer: Tensor) -> Inputs:
         """The inputs as views of `buffer`, a copy of `host`."""
-        views = {key: buffer[at : at + x.numel()].view(x.shape) for key, (at, x) in self._leaves.items()}
-        found: Inputs = _rebuilt(self._inputs, lambda x: views[id(x)], lambda _: None)
+        views = {key: buffer[at : at + x.numel()].view(x.shape) for key, (at, x) in self._places.items()}
+        found: Inputs = _rebuilt(self._inputs, views)
         return found
 
 
-def _rebuilt(value: Any, put: Callable[[Tensor], Tensor], note: Callable[[Hashable], None]) -> Any:
-    """`value` with put(x) for each tensor x in it, in a fixed order; what else a forward pass may look at is noted."""
+@cache
+def _seen_fields(kind: type) -> tuple[str, ...]:
+    """What a forward pass may look at."""
+    return tuple(f.name for f in fields(kind) if not f.metadata.get("host_only"))
+
+
+def _collect(value: Any, leaves: list[Tensor], notes: list[Hashable]) -> None:
+    """Adds the tensors in `value` to leaves, in a fixed order, and what else a forward pass may look at to notes."""
     if isinstance(value, Tensor):
-        note(value.shape)
-        return put(value)
-    if isinstance(value, RowGather):
-        note(value.counts)
-        return value
+        notes.append(value.shape)
+        leaves.append(value)
+    elif isinstance(value, RowGather):
+        notes.append(value.counts)
+    elif isinstance(value, Outbox):
+        notes.append(Outbox)
+    elif isinstance(value, dict):
+        notes.append(tuple(value))
+        for x in value.values():
+            _collect(x, leaves, notes)
+    elif is_dataclass(value) and not isinstance(value, type):
+        for name in _seen_fields(type(value)):
+            _collect(getattr(value, name), leaves, notes)
+    else:
+        notes.append(value)
+
+
+def _rebuilt(value: Any, views: Mapping[int, Tensor]) -> Any:
+    """`value` with views[id(x)] for each tensor x in it."""
+    if isinstance(value, Tensor):
+        return views[id(value)]
     if isinstance(value, Outbox):
-        note(Outbox)
         return Outbox()  # a pass of its own fills one of its own
     if isinstance(value, dict):
-        note(tuple(value))
-        return {key: _rebuilt(x, put, note) for key, x in value.items()}
+        return {key: _rebuilt(x, views) for key, x in value.items()}
     if is_dataclass(value) and not isinstance(value, type):
-        seen = [f.name for f in fields(value) if not f.metadata.get("host_only")]
-        return replace(value, **{name: _rebuilt(getattr(value, name), put, note) for name in seen})
-    note(value)
+        return replace(value, **{name: _rebuilt(getattr(value, name), views) for name in _seen_fields(type(value))})
     return value

@@ -19,7 +19,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from paraflash.cache.window import Span, concat, one_row_each
+from paraflash.cache.window import DecodeRows, Span, concat
 from paraflash.parallel.plan import Segment
 
 Ints = NDArray[np.int64]
@@ -133,39 +133,27 @@ def _plan_pairs(spans: Sequence[Span], sources: Sequence[Sequence[Segment]], ran
     )
 
 
-def plan_decode_entries(
-    spans: Sequence[Span],
-    sources: Sequence[Sequence[Segment]],
-    rank: int,
-    ratio: int,
-    block_size: int,
-    spare_slot: int,
-) -> EntryPlan:
+def plan_decode_entries(rows: DecodeRows, ratio: int, block_size: int, spare_slot: int) -> EntryPlan:
     """As `plan_entries` where each request has one row, but with shapes that do not depend on positions.
 
     Every row makes an entry; one that is not to be written goes to block 0. At ratio 2 every row also reads an open row
     and leaves one. An odd position needs the first: what it leaves goes to `spare_slot`. An even one needs the second:
     its entry, of its own row twice, goes to block 0.
     """
-    every, own, place = one_row_each(spans, sources, rank)
-    counts, n = tuple(map(len, sources)), len(sources[rank])
-    position = np.array([s.start for s in every], np.int64)
-    slot = np.array([s.slot for s in every], np.int64)
-    block = np.array([s.block_ids[s.start // block_size] for s in every], np.int64)
+    own, n, position, slot = rows.own, rows.counts[rows.rank], rows.position, rows.slot
     local = np.arange(n)
     entry, per_block = position // ratio, block_size // ratio
-    written = position >= np.array([s.write_start for s in every], np.int64)
-    slots = np.where(written, block * per_block + entry % per_block, 0)
+    slots = np.where(position >= rows.write_start, rows.block * per_block + entry % per_block, 0)
     if ratio == 1:
-        return EntryPlan(counts, local, entry[own], slots, None)
-    odd, sends = position % 2 == 1, len(sources) > 1
+        return EntryPlan(rows.counts, local, entry[own], slots, None)
+    odd, sends = position % 2 == 1, len(rows.counts) > 1
     pairs = PairPlan(
         open_slots=np.where(odd, slot, spare_slot)[own],
         send_rows=local if sends else local[:0],
-        send_counts=counts if sends else (0,),
+        send_counts=rows.counts if sends else (0,),
         first=np.where(odd[own], local, n + local),
         second=n + local,
-        keep_rows=place,
+        keep_rows=rows.place,
         keep_slots=np.where(odd, spare_slot, slot),
     )
-    return EntryPlan(counts, local, entry[own], np.where(odd, slots, 0), pairs)
+    return EntryPlan(rows.counts, local, entry[own], np.where(odd, slots, 0), pairs)

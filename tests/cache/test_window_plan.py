@@ -8,6 +8,7 @@ from hypothesis import strategies as st
 
 from paraflash.cache.window import Span, plan_decode_window, plan_window
 from paraflash.model.batch import plan_of, trailing_spans
+from tests.decode_spans import decode_rows_of
 
 requests = st.lists(
     st.tuples(st.integers(1, 40), st.integers(0, 60), st.booleans(), st.integers(0, 40)), min_size=1, max_size=5
@@ -109,7 +110,7 @@ def test_decode_rows_have_the_same_windows_in_shapes_that_positions_do_not_chang
         plan = plan_of(spans, world)
         for rank in range(world):
             usual = plan_window(spans, plan.segments[rank], plan.segments, rank, window)
-            found = plan_decode_window(spans, plan.segments, rank, window)
+            found = plan_decode_window(decode_rows_of(spans, world, rank), window)
             local = len(plan.rows[rank])
             assert len(found.prior_slots) == local * (window - 1)
 

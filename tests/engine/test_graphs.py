@@ -27,13 +27,14 @@ from torch import Tensor
 
 from paraflash.cache.window import Span
 from paraflash.config.model import load_config
+from paraflash.engine.decode_step import padded_rows
 from paraflash.engine.engine import EngineCore
 from paraflash.engine.graphs import StepGraphs
 from paraflash.engine.messages import StepInput, StepOutput
-from paraflash.engine.runner import padded_rows
 from paraflash.engine.sampling_params import SamplingParams
 from paraflash.kernels.interface import IndexRows
 from paraflash.model.batch import build_batch, plan_of
+from paraflash.model.decode_batch import DecodeStep, build_decode_batch
 from paraflash.model.inputs import Inputs, Packed
 from paraflash.parallel.mesh import Group, Mesh
 
@@ -280,8 +281,9 @@ def test_padded_rows_are_spread_evenly_and_close_to_what_is_needed() -> None:
 def test_each_pass_fills_an_outbox_of_its_own() -> None:
     """One that could not be captured must leave nothing for the pass that runs instead."""
     mesh = Mesh(0, Group("tp", 1, 0), Group("pcp", 2, 0), torch.device("cpu"))
-    span = Span(0, 3, 4, False, 0, 0, np.ones(1, np.int64))
-    batch = build_batch([span], plan_of([span], 2), load_config(NARROW), mesh, 64, spare_slot=1)
+    one = np.zeros(1, np.int64)
+    step = DecodeStep(slot=one, position=one + 3, window_start=one, write_start=one, tables=np.ones((1, 1), np.int64))
+    batch = build_decode_batch(step, load_config(NARROW), mesh, 64, spare_slot=1)
     both = Packed(Inputs(torch.tensor([5]), batch, None))
     first, second = both.on(both.host).batch.outbox, both.on(both.host).batch.outbox
     assert first is not None and second is not None and first is not second

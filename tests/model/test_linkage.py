@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 from paraflash.cache.window import Span
 from paraflash.model.batch import plan_of
 from paraflash.model.linkage import plan_decode_entries, plan_entries
+from tests.decode_spans import decode_rows_of
 
 BLOCK = 64
 requests = st.lists(
@@ -134,10 +135,8 @@ def test_decode_rows_are_linked_alike_in_shapes_that_positions_do_not_change(bat
             {(slot, rows[row]) for slot, row in kept if slot != spare},
         )
 
-    def plans(function, *options):
-        return [function(spans, plan.segments, r, ratio, BLOCK, *options) for r in range(world)]
-
-    usual, found = plans(plan_entries), plans(plan_decode_entries, spare)
+    usual = [plan_entries(spans, plan.segments, r, ratio, BLOCK) for r in range(world)]
+    found = [plan_decode_entries(decode_rows_of(spans, world, r), ratio, BLOCK, spare) for r in range(world)]
     local = [[spans[s.request].slot for s in of_rank] for of_rank in plan.segments]
     for rank in range(world):
         assert found[rank].counts == tuple(len(rows) for rows in local)
