@@ -24,7 +24,7 @@ from paraflash.parallel.exchange import RowGather
 
 THREADS = min(8, cpu_count() or 1)  # random reads of host memory: more do not help
 PIECE = 4096  # most rows that a thread gathers at a time
-FEW = 512  # rows, of all layers, that are not worth a thread
+FEW = 1024  # rows, of all layers, that are not worth a thread
 ALIGNED = 128  # bytes at whose multiples the parts of a staged buffer begin
 
 Lookup = Callable[[int], Tensor]  # rows of the n-th Engram layer
@@ -63,7 +63,7 @@ class EngramRows:
         places, size = self._places(len(ids) * ids.shape[2])
         buffer = torch.empty(size, dtype=torch.uint8, pin_memory=self.device.type == "cuda")
         into, work = buffer.numpy(), []
-        piece = min(PIECE, max(FEW, ids.size // (4 * THREADS)))
+        piece = min(PIECE, max(512, ids.size // (4 * THREADS)))
         for n, (table, (raw_at, scale_at)) in enumerate(zip(self.tables, places, strict=True)):
             flat = check_ids(ids[:, n], table.rows).reshape(-1)
             raw, scale = (

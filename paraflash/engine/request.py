@@ -96,6 +96,8 @@ class Request:
         self.num_cached_blocks = 0  # leading blocks known to the prefix cache
         self.cache_node = 0  # content id of the last of them, 0 for none
 
+        self._table: tuple[list[int], Int32] | None = None  # block ids and their array
+
         self.num_cached_tokens = 0
         self.num_preemptions = 0
         self.prompt_logprobs: list[TokenLogprobs] = []
@@ -107,6 +109,13 @@ class Request:
     def tokens(self) -> Int32:
         """[num_tokens] prompt and output ids, a view."""
         return self._ids[: self.num_tokens]
+
+    @property
+    def block_table(self) -> Int32:
+        """`block_ids` as an array that never changes; made anew only when there are other or more of them."""
+        if self._table is None or self._table[0] is not self.block_ids or len(self._table[1]) != len(self.block_ids):
+            self._table = self.block_ids, np.array(self.block_ids, np.int32)
+        return self._table[1]
 
     @property
     def num_output_tokens(self) -> int:
@@ -150,7 +159,7 @@ class Request:
             num_output_tokens=self.num_output_tokens,
             num_cached_tokens=self.num_cached_tokens,
             num_preemptions=self.num_preemptions,
-            times=Times(**vars(self.times)),
+            times=Times(self.times.arrival, self.times.scheduled, self.times.first_token, self.times.finished),
         )
 
 
@@ -170,11 +179,15 @@ def sample_spec(request: Request) -> SampleSpec:
     """How the request's next token is drawn, given the outputs so far."""
     params, step = request.params, request.num_output_tokens
     stops = [*request.eos_ids, *(params.stop_token_ids or [])] if step < params.min_tokens else []
+    temperature = params.temperature if params.temperature >= 1e-5 else 0.0
+    top_k = max(params.top_k, 0)
     penalised = params.presence_penalty != 0 or params.frequency_penalty != 0 or params.repetition_penalty != 1
+    if not (stops or penalised or request.bitmask or params.logit_bias or params.logprobs is not None):
+        return SampleSpec(temperature, params.top_p, top_k, params.min_p, seed=request.seed, step=step)
     return SampleSpec(
-        temperature=params.temperature if params.temperature >= 1e-5 else 0.0,
+        temperature=temperature,
         top_p=params.top_p,
-        top_k=max(params.top_k, 0),
+        top_k=top_k,
         min_p=params.min_p,
         presence_penalty=params.presence_penalty,
         frequency_penalty=params.frequency_penalty,

@@ -190,6 +190,8 @@ class Scheduler:
         Later arrivals that have no row in this step yet are preempted for it, the latest first. One that finds no
         room waits for a step: then others have rows, or an earlier request still comes and may preempt it.
         """
+        if request.num_computed + want <= len(request.block_ids) * self.pool.block_size:
+            return want  # as most decode rows
         while self.pool.blocks_for(request.num_computed + want) - len(request.block_ids) > self.pool.num_free:
             later = [r for r in self.running if r.arrival > request.arrival and r not in chunks]
             if not later:
@@ -267,9 +269,9 @@ class Scheduler:
 
     def _step_request(self, request: Request, rows: int) -> StepRequest:
         start, end = request.num_computed, request.num_computed + rows
-        last = end == request.num_tokens
-        wants_prompt = request.is_prefill and request.params.prompt_logprobs is not None
-        drops = self.drops_rows and request.is_prefill and request.params.prompt_logprobs is None
+        last, is_prefill = end == request.num_tokens, request.is_prefill
+        wants_prompt = is_prefill and request.params.prompt_logprobs is not None
+        drops = self.drops_rows and is_prefill and request.params.prompt_logprobs is None
         kept = kept_rows(rows, request.num_tokens - end, self.model.window, self.certain_rows) if drops else rows
         return StepRequest(
             request_id=request.request_id,
@@ -277,8 +279,8 @@ class Scheduler:
             token_ids=request.tokens[start:end].copy(),
             lookback=request.tokens[max(start - self.model.engram_max_ngram + 1, 0) : start].copy(),
             num_computed=start,
-            is_prefill=request.is_prefill,
-            block_ids=np.array(request.block_ids[: self.pool.blocks_for(end)], np.int32),
+            is_prefill=is_prefill,
+            block_ids=request.block_table[: self.pool.blocks_for(end)],
             kv_write_start=request.kv_write_start,
             window_start=request.window_start,
             kept_rows=kept if kept < rows else -1,

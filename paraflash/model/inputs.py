@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass, fields, is_dataclass, replace
-from functools import cache
 from typing import Any
 
 import torch
@@ -81,27 +80,33 @@ class Packed:
         return found
 
 
-@cache
+_SEEN: dict[type, tuple[str, ...]] = {}
+
+
 def _seen_fields(kind: type) -> tuple[str, ...]:
-    """What a forward pass may look at."""
-    return tuple(f.name for f in fields(kind) if not f.metadata.get("host_only"))
+    """What a forward pass may look at in a dataclass; nothing of other types."""
+    if kind not in _SEEN:
+        shown = fields(kind) if is_dataclass(kind) else ()
+        _SEEN[kind] = tuple(f.name for f in shown if not f.metadata.get("host_only"))
+    return _SEEN[kind]
 
 
 def _collect(value: Any, leaves: list[Tensor], notes: list[Hashable]) -> None:
     """Adds the tensors in `value` to leaves, in a fixed order, and what else a forward pass may look at to notes."""
-    if isinstance(value, Tensor):
+    kind = type(value)
+    if kind is Tensor:
         notes.append(value.shape)
         leaves.append(value)
-    elif isinstance(value, RowGather):
+    elif kind is RowGather:
         notes.append(value.counts)
-    elif isinstance(value, Outbox):
+    elif kind is Outbox:
         notes.append(Outbox)
-    elif isinstance(value, dict):
+    elif kind is dict:
         notes.append(tuple(value))
         for x in value.values():
             _collect(x, leaves, notes)
-    elif is_dataclass(value) and not isinstance(value, type):
-        for name in _seen_fields(type(value)):
+    elif seen := _seen_fields(kind):
+        for name in seen:
             _collect(getattr(value, name), leaves, notes)
     else:
         notes.append(value)
@@ -115,6 +120,5 @@ def _rebuilt(value: Any, views: Mapping[int, Tensor]) -> Any:
         return Outbox()  # a pass of its own fills one of its own
     if isinstance(value, dict):
         return {key: _rebuilt(x, views) for key, x in value.items()}
-    if is_dataclass(value) and not isinstance(value, type):
-        return replace(value, **{name: _rebuilt(getattr(value, name), views) for name in _seen_fields(type(value))})
-    return value
+    seen = _seen_fields(type(value))
+    return replace(value, **{name: _rebuilt(getattr(value, name), views) for name in seen}) if seen else value
