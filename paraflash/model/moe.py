@@ -6,6 +6,8 @@ rank adds what its experts contribute, and the sum goes back by reduce-scatter o
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 from torch import Tensor
 
 from paraflash.config.model import ModelConfig
@@ -27,17 +29,37 @@ class MoE:
         shared = weights.under("shared_experts")
         self.w1, self.w2, self.w3 = shared["w1"], shared["w2"], shared["w3"]
 
-    def __call__(self, h: Tensor, rows: RowGather) -> tuple[Tensor, Tensor, Tensor]:
-        """h [T, D] -> output [T, D] and, for probes, the local rows' expert ids and weights."""
-        k, m, rounded = self.kernels, self.model, self.numerics.round_inputs
-        ids, weights = k.route(
+    def route(self, h: Tensor) -> tuple[Tensor, Tensor]:
+        """Expert ids [T, k] and weights."""
+        m = self.model
+        return self.kernels.route(
             h, self.gate, self.bias, m.experts_per_token, m.routed_scaling_factor, m.norm_topk_prob, m.gate_temp
         )
-        a = k.swiglu(k.linear(h, self.w1, rounded), k.linear(h, self.w3, rounded), m.swiglu_limit)
-        shared = k.linear(a, self.w2, rounded)
-        everyone, all_ids, all_weights = rows.gather_packed(h, ids, weights)
-        alone = rows.group.size == 1  # then nothing is between the experts and the shared one's share
-        more = shared if alone else None
-        routed = k.experts(everyone, all_ids, all_weights, self.experts, m.swiglu_limit, rounded, more)
-        out = routed if alone else rows.reduce_scatter(routed) + shared
-        return sum_over_tp(self.mesh.tp, out, rows, "experts"), ids, weights
+
+    def start(self, h: Tensor, rows: RowGather) -> tuple[Callable[[], Tensor], Tensor, Tensor]:
+        """h [T, D] -> what gives the output [T, D]; and, for probes, the local rows' expert ids and weights.
+
+        The exchange runs beside products that need nothing of it: the gather beside the shared expert's gate and up,
+        the scatter beside whatever the caller does before it asks for the output and then the shared expert's down.
+        """
+        k, m, rounded, alone = self.kernels, self.model, self.numerics.round_inputs, rows.group.size == 1
+        gathered = rows.gather_start(h)
+        # Of few rows every rank routes all: ids and weights of their own would be one more exchange, or copies.
+        routing = rows.gather_packed_start(*self.route(h)) if rows.large(h) else None
+        gate, up = k.linear(h, self.w1, rounded), k.linear(h, self.w3, rounded)
+
+        def shared() -> Tensor:
+            return k.linear(k.swiglu(gate, up, m.swiglu_limit), self.w2, rounded)
+
+        everyone = gathered.wait()
+        ids, weights = self.route(everyone) if routing is None else routing.wait()
+        more = shared() if alone else None  # then nothing is between the experts and the shared one's share
+        routed = k.experts(everyone, ids, weights, self.experts, m.swiglu_limit, rounded, more)
+        summed = rows.reduce_scatter_start(routed)
+
+        def finish() -> Tensor:
+            own = None if alone else shared()
+            out = summed.wait()
+            return sum_over_tp(self.mesh.tp, out if own is None else out + own, rows, "experts")
+
+        return finish, rows.own(ids), rows.own(weights)

@@ -135,8 +135,9 @@ class Transformer:
                 return x[:0]
             state, batch = self._attend(block, state, batch, cache, chosen, narrowing)
             progress()
-            pre, post, comb = block.mixes(state.streams, "ffn")
-            y, ids, weights = block.moe(block.collapse(state, "ffn"), batch.all_rows)
+            experts, ids, weights = block.moe.start(block.collapse(state, "ffn"), batch.all_rows)
+            pre, post, comb = block.mixes(state.streams, "ffn")  # while the experts' sum is on its way
+            y = experts()
             state = State(k.hc_expand(y, state.streams, post, comb), pre)
             self._show(
                 block.layer, ffn_out=y, router_indices=ids, router_weights=weights, streams=state.streams, pre_mix=pre

@@ -12,7 +12,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from paraflash.parallel.mesh import Group
+from paraflash.parallel.mesh import Group, Started, done
 
 OWN_BYTES = 1 << 20  # a rank's share of a tensor that is gathered without the others
 
@@ -35,18 +35,29 @@ class RowGather:
 
     def gather(self, x: Tensor) -> Tensor:
         """x [counts[rank], ..] -> [total, ..]. No rank has rows: no collective."""
+        return self.gather_start(x).wait()
+
+    def gather_start(self, x: Tensor) -> Started[Tensor]:
+        """`gather`, waited for later."""
         if x.shape[0] != self.local:
             raise ValueError(f"{self.label}: {x.shape[0]} rows for a plan of {self.local}")
         if self.group.size == 1 or self.padded == 0:
-            return x
-        gathered = self.group.all_gather(self.pad(x), self.label)
-        return gathered if self._full else self._without_pads(gathered)
+            return done(x)
+        started = self.group.all_gather_start(self.pad(x), self.label)
+        return started if self._full else started.then(self._without_pads)
 
-    def reduce_scatter(self, x: Tensor) -> Tensor:
-        """Inverse of `gather` with a sum: x [total, ..], one summand a rank -> this rank's rows [counts[rank], ..]."""
+    def reduce_scatter_start(self, x: Tensor) -> Started[Tensor]:
+        """Inverse of `gather` with a sum, waited for later: x [total, ..], one summand a rank -> this rank's rows
+        [counts[rank], ..]."""
         if self.group.size == 1 or self.padded == 0:
-            return x
-        return self.group.reduce_scatter(x if self._full else self._with_pads(x), self.label)[: self.local]
+            return done(x)
+        started = self.group.reduce_scatter_start(x if self._full else self._with_pads(x), self.label)
+        return started if self._full else started.then(lambda rows: rows[: self.local])
+
+    def own(self, x: Tensor) -> Tensor:
+        """This rank's rows [counts[rank], ..] of gathered ones [total, ..]."""
+        before = sum(self.counts[: self.group.rank])
+        return x[before : before + self.local]
 
     def _without_pads(self, x: Tensor) -> Tensor:
         """x [size * padded, ..] -> [total, ..]."""
@@ -58,25 +69,43 @@ class RowGather:
         parts = zip(x.split(self.counts), self.counts, strict=True)
         return torch.cat([rows for part, count in parts for rows in (part, pads[: self.padded - count])])
 
+    def large(self, x: Tensor) -> bool:
+        """Whether the most rows [.., ...] that a rank contributes of x are better sent without others; equal on all."""
+        return self.padded * _row_bytes(x) >= OWN_BYTES
+
     def gather_packed(self, *parts: Tensor) -> list[Tensor]:
         """Gathers several tensors of the same rows in one collective; dtypes and trailing shapes may differ.
 
         Large ones go on their own: copying them into a common row and out again costs more than a launch.
         """
+        return self.gather_packed_start(*parts).wait()
+
+    def gather_packed_start(self, *parts: Tensor) -> Started[list[Tensor]]:
+        """`gather_packed`, waited for later."""
         if self.group.size == 1 or self.padded == 0:
-            return list(parts)
-        alone = [self.padded * _row_bytes(p) >= OWN_BYTES for p in parts]
+            return done(list(parts))
+        alone = [self.large(p) for p in parts]
         if any(alone):
-            small = iter(self.gather_packed(*[p for p, own in zip(parts, alone, strict=True) if not own]))
-            return [self.gather(p) if own else next(small) for p, own in zip(parts, alone, strict=True)]
+            packed = self.gather_packed_start(*[p for p, own in zip(parts, alone, strict=True) if not own])
+            large = [self.gather_start(p) for p, own in zip(parts, alone, strict=True) if own]
+
+            def in_order() -> list[Tensor]:
+                small, big = iter(packed.wait()), iter([started.wait() for started in large])
+                return [next(big if own else small) for own in alone]
+
+            return Started(in_order)
         if len(parts) < 2:
-            return [self.gather(p) for p in parts]
+            return self.gather_start(parts[0]).then(lambda x: [x]) if parts else done([])
         flat = [_as_bytes(p) for p in parts]
-        gathered = self.gather(torch.cat(flat, 1)).split([f.shape[1] for f in flat], 1)
-        # The copy aligns each part for its own dtype.
-        return [
-            g.flatten().clone().view(p.dtype).reshape(-1, *p.shape[1:]) for g, p in zip(gathered, parts, strict=True)
-        ]
+        widths = [f.shape[1] for f in flat]
+        like = [(p.dtype, p.shape[1:]) for p in parts]
+
+        def unpacked(gathered: Tensor) -> list[Tensor]:
+            # The copy aligns each part for its own dtype.
+            copies = [g.clone(memory_format=torch.contiguous_format) for g in gathered.split(widths, 1)]
+            return [c.flatten().view(dtype).view(-1, *shape) for c, (dtype, shape) in zip(copies, like, strict=True)]
+
+        return self.gather_start(torch.cat(flat, 1)).then(unpacked)
 
 
 class Outbox:
@@ -100,7 +129,7 @@ class Outbox:
         group = parcels[0][0].group
         mine = [_as_bytes(rows).flatten() for _, rows, _ in parcels]
         pad = mine[0].new_zeros(padded - sum(per_rank[group.rank]))
-        arrived = group.all_gather(torch.cat([*mine, pad]), "outbox").split(padded)
+        arrived = group.all_gather_start(torch.cat([*mine, pad]), "outbox").wait().split(padded)
         pieces = [x[: sum(of_rank)].split(of_rank) for x, of_rank in zip(arrived, per_rank, strict=True)]
         for (_, rows, deliver), raw in zip(parcels, zip(*pieces, strict=True), strict=True):
             deliver(torch.cat(raw).view(rows.dtype).view(-1, *rows.shape[1:]))

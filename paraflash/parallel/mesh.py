@@ -4,6 +4,10 @@ rank = pcp_rank * TP + tp_rank; experts are spread over all ranks (EP = PCP x TP
 their exchange is a gather over PCP and a sum over PCP and TP. Every collective is logged by (group, op, shape), so
 that a test can show that all ranks issue the same ones; a group of one rank issues none and copies nothing.
 
+Over NCCL a collective may be *started*: it runs on the group's own stream while the rank's stream goes on, until its
+`wait`. Between the two only started collectives of the same group may be issued, so that the streams alone put all
+collectives of a group in one order. Elsewhere a started collective is done at once.
+
 Gloo reduces in a ring of 2 (n - 1) hops, each of them a wake-up of another process, and has no reduce-scatter but a
 full all-reduce. Small sums over gloo are therefore an exchange in one hop and a local sum in rank order.
 """
@@ -15,7 +19,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from datetime import timedelta
-from typing import Any
+from typing import Any, Generic, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -27,6 +31,9 @@ _reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_sc
 
 # A backstop: the executor notices a stuck step earlier. Loading may keep a rank away from its peers for minutes.
 COLLECTIVE_TIMEOUT = timedelta(minutes=30)
+
+T = TypeVar("T")
+U = TypeVar("U")
 
 GATHER_SUM_BYTES = 1 << 18  # a larger all-reduce over gloo goes round the ring, which sends fewer bytes
 
@@ -43,6 +50,28 @@ class Collective:
     nbytes: int
 
 
+class Started(Generic[T]):
+    """A collective under way. It holds what is read and written: until `wait` the allocator must not give that memory
+    to the rank's stream again."""
+
+    def __init__(self, wait: Callable[[], T], *held: Tensor):
+        self._wait, self._held = wait, held
+
+    def wait(self) -> T:
+        """The result, for work that the current stream is given from now on. To be called once."""
+        result, self._held = self._wait(), ()
+        return result
+
+    def then(self, work: Callable[[T], U]) -> Started[U]:
+        """work(result), done when it is waited for."""
+        return Started(lambda: work(self.wait()))
+
+
+def done(result: T) -> Started[T]:
+    """In the place of a collective that nothing has to be waited for."""
+    return Started(lambda: result)
+
+
 @dataclass
 class Group:
     """Ranks that talk to each other. `handle` is None for a group of one."""
@@ -52,11 +81,15 @@ class Group:
     rank: int
     handle: Any = None
     gloo: bool = False
+    own_stream: bool = False  # started collectives run beside the rank's stream
     log: list[Collective] | None = None  # None: do not log
     seconds: dict[str, float] = field(default_factory=dict)  # host time by label since the last reset
 
-    def _note(self, op: str, label: str, x: Tensor, start: float) -> None:
+    def _spent(self, label: str, start: float) -> None:
         self.seconds[label] = self.seconds.get(label, 0.0) + time.perf_counter() - start
+
+    def _note(self, op: str, label: str, x: Tensor, start: float) -> None:
+        self._spent(label, start)
         if self.log is not None:
             self.log.append(
                 Collective(self.name, op, label, tuple(x.shape), str(x.dtype), x.numel() * x.element_size())
@@ -102,6 +135,33 @@ class Group:
             _reduce_scatter(out, x, group=self.handle)
         self._note("reduce_scatter", label, x, start)
         return out
+
+    def all_gather_start(self, x: Tensor, label: str) -> Started[Tensor]:
+        """`all_gather`, waited for later. x must not be written before."""
+        if not self.own_stream:
+            return done(self.all_gather(x, label))
+        out = x.new_empty((self.size * x.shape[0], *x.shape[1:]))
+        return self._started("all_gather", _all_gather, out, x.contiguous(), label)
+
+    def reduce_scatter_start(self, x: Tensor, label: str) -> Started[Tensor]:
+        """`reduce_scatter`, waited for later. x must not be written before."""
+        if not self.own_stream:
+            return done(self.reduce_scatter(x, label))
+        out = x.new_empty((x.shape[0] // self.size, *x.shape[1:]))
+        return self._started("reduce_scatter", _reduce_scatter, out, x.contiguous(), label)
+
+    def _started(self, op: str, collective: Any, out: Tensor, x: Tensor, label: str) -> Started[Tensor]:
+        start = time.perf_counter()
+        work = collective(out, x, group=self.handle, async_op=True)
+        self._note(op, label, x, start)
+
+        def wait() -> Tensor:
+            start = time.perf_counter()
+            work.wait()  # of the stream, not of the host
+            self._spent(label, start)
+            return out
+
+        return Started(wait, x, out)
 
 
 @dataclass
@@ -192,11 +252,21 @@ def init_mesh(rank: int, tp: int, pcp: int, device: str, init_method: str | None
         timeout=COLLECTIVE_TIMEOUT,
     )
     # Every rank creates every group, in the same order, as torch.distributed demands.
-    tp_handles = [dist.new_group([p * tp + t for t in range(tp)]) for p in range(pcp)]
-    pcp_handles = [dist.new_group([p * tp + t for p in range(pcp)]) for t in range(tp)]
+    tp_handles = [_new_group([p * tp + t for t in range(tp)], gloo) for p in range(pcp)]
+    pcp_handles = [_new_group([p * tp + t for p in range(pcp)], gloo) for t in range(tp)]
     return Mesh(
         rank,
-        Group("tp", tp, tp_rank, tp_handles[pcp_rank], gloo),
-        Group("pcp", pcp, pcp_rank, pcp_handles[tp_rank], gloo),
+        Group("tp", tp, tp_rank, tp_handles[pcp_rank], gloo, own_stream=tp > 1 and not gloo),
+        Group("pcp", pcp, pcp_rank, pcp_handles[tp_rank], gloo, own_stream=pcp > 1 and not gloo),
         place,
     )
+
+
+def _new_group(ranks: list[int], gloo: bool) -> Any:
+    if gloo:
+        return dist.new_group(ranks, timeout=COLLECTIVE_TIMEOUT)
+    # Of an exchange and a product that could both start, the exchange gets its few processors first: behind a product
+    # that fills the GPU it would begin when there is nothing left to hide it.
+    options = dist.ProcessGroupNCCL.Options(is_high_priority_stream=True)
+    options._timeout = COLLECTIVE_TIMEOUT  # or torch warns that the argument overrides it
+    return dist.new_group(ranks, timeout=COLLECTIVE_TIMEOUT, pg_options=options)
