@@ -1,0 +1,28 @@
+"""On two GPUs over NCCL: an exchange that runs beside products gives the bits of one that is waited for at once."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+import torch
+
+from tests import moe_layer
+
+if not torch.cuda.is_available() or os.environ.get("TRITON_INTERPRET") == "1":
+    pytest.skip("needs a CUDA device", allow_module_level=True)
+
+# Few rows as in decoding, more than a MiB a rank as in prefill, unequal shares, an empty rank, no rows at all.
+CASES = [[8, 8], [2048, 2048], [1500, 1497], [5, 0], [0, 900], [0, 0]]
+
+
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
+def test_an_moe_layer_run_as_it_is_and_replayed(tmp_path: Path) -> None:
+    torch.multiprocessing.spawn(nccl_rank, (f"file://{tmp_path / 'meet'}",), nprocs=2)
+
+
+def nccl_rank(rank: int, init: str) -> None:
+    from paraflash.engine.graphs import cuda_capture
+
+    moe_layer.compare(rank, 2, "cuda", init, 2048, CASES, cuda_capture, rounds=6)
