@@ -143,7 +143,13 @@ class BenchRunner(runner.ModelRunner):
         super().__init__(config, model, mesh)
         self.kernels = TimedKernels(self.kernels, self.recorder)  # type: ignore[assignment]
         exchange = attention.exchange_window
-        attention.exchange_window = lambda *args: self.recorder.call("window", 0, exchange, *args)
+
+        def timed_exchange(*args: Any) -> Started[Any]:
+            if not self.recorder.on:
+                return exchange(*args)
+            return done(self.recorder.call("window", 0, lambda: exchange(*args).wait()))
+
+        attention.exchange_window = timed_exchange
 
     def load(self) -> None:
         super().load()
@@ -166,9 +172,9 @@ class BenchRunner(runner.ModelRunner):
         and the parts of each step in one more run."""
         vocab = self.model_config.vocab_size
         steps = prefill_steps(vocab, size, second) if kind == "prefill" else [decode_step(vocab, size, second)]
-        runs = [self._run(steps) for _ in range(repeat + 2)][2:]  # the second one records CUDA graphs
+        runs = [self._run_steps(steps) for _ in range(repeat + 2)][2:]  # the second one records CUDA graphs
         with without_graphs(self):
-            self._run(steps)
+            self._run_steps(steps)
             self.recorder.on = True
             try:
                 parts, noted = [], []
@@ -189,7 +195,7 @@ class BenchRunner(runner.ModelRunner):
             "parts": parts,
         }
 
-    def _run(self, steps: list[StepInput]) -> tuple[list[float], list[float]]:
+    def _run_steps(self, steps: list[StepInput]) -> tuple[list[float], list[float]]:
         marks, hosts = [moment() for _ in range(len(steps) + 1)], []
         synchronize()
         marks[0].record()

@@ -20,7 +20,7 @@ from paraflash.model.compressor import Compressor
 from paraflash.model.indexer import Indexer, Selection
 from paraflash.model.weights import Numerics, Weights
 from paraflash.parallel.exchange import Outbox, sum_over_tp
-from paraflash.parallel.mesh import Mesh
+from paraflash.parallel.mesh import Mesh, Started, done
 
 
 class Attention:
@@ -36,8 +36,10 @@ class Attention:
         self.compressor = Compressor(model, layer, weights, kernels, numerics) if layer.owns_kv else None
         self.indexer = Indexer(model, layer, weights.under("indexer"), kernels, numerics) if layer.owns_index else None
 
-    def write(self, h: Tensor, batch: LocalBatch, windows: Windows, cache: KVCache) -> tuple[Any, Tensor | None]:
-        """Window keys for the layer's queries and, of a KV owner, the local latents (for probes)."""
+    def write(
+        self, h: Tensor, batch: LocalBatch, windows: Windows, cache: KVCache
+    ) -> tuple[Started[Any], Tensor | None]:
+        """Window keys for the layer's queries, to be waited for, and, of a KV owner, the local latents (for probes)."""
         k, m = self.kernels, self.model
         kv = k.linear(h, self.wkv, self.numerics.round_inputs)
         rotary = rope_of(batch, self.layer.ratio)
@@ -48,9 +50,9 @@ class Attention:
         return keys, self.compressor.write(h, batch.entries[self.layer.ratio], cache, batch.outbox)
 
     def read(
-        self, h: Tensor, keys: Any, batch: LocalBatch, windows: Windows, cache: KVCache, chosen: Selection
+        self, h: Tensor, keys: Started[Any], batch: LocalBatch, windows: Windows, cache: KVCache, chosen: Selection
     ) -> Tensor:
-        """Attention output [T, D] of the batch's rows."""
+        """Attention output [T, D] of the batch's rows. Window rows are on their way while queries are made."""
         k, m, layer, rounded = self.kernels, self.model, self.layer, self.numerics.round_inputs
         rotary = rope_of(batch, layer.ratio)
         qr = k.rms_norm(k.linear(h, self.wq_a, rounded), self.q_norm, m.rms_eps)
@@ -60,13 +62,15 @@ class Attention:
         q = k.rope(k.linear(qr, self.wq_b, rounded).unflatten(1, (self.heads, m.head_dim)), rotary)
         pool = cache.latents[layer.kv_owner] if layer.kv_owner is not None else None
         slots = chosen.slots if layer.ratio else None
-        o = k.attend(q, keys, windows.index, pool, slots, self.sink, m.head_dim**-0.5)
+        o = k.attend(q, keys.wait(), windows.index, pool, slots, self.sink, m.head_dim**-0.5)
         o = k.rope(o, rotary, inverse=True).unflatten(1, (self.groups, -1)).flatten(2)
         z = k.grouped_output(o, self.wo_a.view(self.groups, m.o_lora_rank, -1), rounded)
         return sum_over_tp(self.mesh.tp, k.linear(z, self.wo_b, rounded), batch.all_rows, "attention")
 
 
-def exchange_window(k: Kernels, rows: Tensor, windows: Windows, ring: RecordPool, outbox: Outbox | None) -> Any:
+def exchange_window(
+    k: Kernels, rows: Tensor, windows: Windows, ring: RecordPool, outbox: Outbox | None
+) -> Started[Any]:
     """Keys of the step: earlier rows from the ring, local rows, rows of other ranks; then the ring moves on.
 
     With an outbox the keys hold no rows of other ranks, and the ring moves on when the step's rows are delivered.
@@ -75,11 +79,15 @@ def exchange_window(k: Kernels, rows: Tensor, windows: Windows, ring: RecordPool
     def move_on(step_rows: Tensor) -> None:
         ring.write(windows.tail_slots, step_rows[windows.tail_rows])
 
+    def arrived(halo: Tensor) -> Any:
+        step_rows = torch.cat([rows, halo]) if len(halo) else rows
+        keys = k.window_keys(ring, windows.prior_slots, step_rows)
+        move_on(step_rows)
+        return keys
+
     if outbox is not None:
         outbox.post(windows.gather, rows[windows.send_rows], lambda halo: move_on(torch.cat([rows, halo])))
-        return k.window_keys(ring, windows.prior_slots, rows)
-    halo = windows.gather.gather(rows[windows.send_rows]) if windows.gather.group.size > 1 else rows[:0]
-    step_rows = torch.cat([rows, halo]) if len(halo) else rows
-    keys = k.window_keys(ring, windows.prior_slots, step_rows)
-    move_on(step_rows)
-    return keys
+        return done(k.window_keys(ring, windows.prior_slots, rows))
+    if windows.gather.group.size == 1:
+        return done(arrived(rows[:0]))
+    return windows.gather.gather_start(rows[windows.send_rows]).then(arrived)

@@ -22,7 +22,7 @@ from paraflash.model.indexer import Selection
 from paraflash.model.moe import MoE
 from paraflash.model.weights import Numerics, Weights
 from paraflash.parallel.exchange import RowGather, sum_over_tp
-from paraflash.parallel.mesh import Mesh
+from paraflash.parallel.mesh import Group, Mesh
 
 Probe = Callable[[str, Any], None]
 
@@ -131,7 +131,7 @@ class Transformer:
                 state.streams = block.add_engram(state.streams, engram_rows(block.layer.engram))
             narrowing = trailing if block.layer.index == model.last_kv_owner else None
             if narrowing is not None and narrowing.batch.all_rows.total == 0:  # no row goes on, on any rank
-                block.attention.write(block.collapse(state, "attn"), batch, narrowing.windows, cache)
+                block.attention.write(block.collapse(state, "attn"), batch, narrowing.windows, cache)[0].wait()
                 return x[:0]
             state, batch = self._attend(block, state, batch, cache, chosen, narrowing)
             progress()
@@ -179,12 +179,21 @@ class Transformer:
                 self.probe(f"layers.{layer.index}.{name}", value)
 
     def logits(self, hidden: Tensor) -> Tensor:
-        """fp32 logits [n, vocab] of normed rows [n, D]; every TP rank gets all of them."""
-        part = self.kernels.linear_fp32(hidden, self.head)
-        tp = self.mesh.tp
-        if tp.size == 1:
-            return part
-        width = -(-self.model.vocab_size // tp.size)
-        part = torch.nn.functional.pad(part, (0, width - part.shape[1]))
-        gathered = tp.all_gather(part, "logits").unflatten(0, (tp.size, -1))
-        return gathered.transpose(0, 1).flatten(1)[:, : self.model.vocab_size]
+        """fp32 logits [n, vocab] of normed rows [n, D], which all ranks have and of which all ranks get all logits.
+
+        The ranks of a PCP group share out the columns of their TP rank, so that none reads the whole head.
+        """
+        tp, pcp, vocab = self.mesh.tp, self.mesh.pcp, self.model.vocab_size
+        width = -(-vocab // tp.size)  # of a TP rank, and below of each of its PCP ranks
+        each = -(-width // pcp.size)
+        part = self.kernels.linear_fp32(hidden, self.head[pcp.rank * each : (pcp.rank + 1) * each])
+        return join_columns(tp, join_columns(pcp, part, each)[:, :width], width)[:, :vocab]
+
+
+def join_columns(group: Group, part: Tensor, width: int) -> Tensor:
+    """part [n, at most `width`] of each rank -> [n, size * width]; what a rank lacks is zero."""
+    if group.size == 1:
+        return part
+    part = torch.nn.functional.pad(part, (0, width - part.shape[1]))
+    gathered = group.all_gather_start(part, "logits").wait().unflatten(0, (group.size, -1))
+    return gathered.transpose(0, 1).flatten(1)
