@@ -212,7 +212,7 @@ class Mesh:
         """The least of all ranks' values."""
         x = torch.tensor([value], device=self.device)
         for group in (self.tp, self.pcp):
-            x = group.all_gather(x, "agree").min()[None]
+            x = group.all_gather_start(x, "agree").wait().min()[None]
         return int(x)
 
     def close(self) -> None:
