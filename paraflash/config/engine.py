@@ -48,7 +48,7 @@ class EngineConfig:
     enable_prefix_caching: bool = True
     swa_bounded_replay: bool | None = None  # None: on, but off in float32, the dtype for exact results
     enforce_eager: bool = False
-    async_scheduling: bool | None = None
+    async_scheduling: bool | None = None  # None: off
     load_format: str = "auto"  # auto, dummy
     hf_overrides: dict[str, Any] = field(default_factory=dict)
     engram_config: dict[str, Any] = field(default_factory=dict)  # {"cpu_offload": bool}

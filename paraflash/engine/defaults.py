@@ -83,7 +83,7 @@ def resolve(config: EngineConfig, model: ModelConfig) -> EngineConfig:
         kv_cache_dtype=_kv_cache_dtype(config, dtype),
         max_num_batched_tokens=config.max_num_batched_tokens or (8192 if cuda else 2048),
         max_num_seqs=config.max_num_seqs or (256 if cuda else 64),
-        async_scheduling=False,
+        async_scheduling=bool(config.async_scheduling),
     )
     _check_widths(config, model)
     return _choose_backends(_choose_dense_weights(config, model))
@@ -156,8 +156,6 @@ def _check_unsupported(config: EngineConfig) -> None:
         raise Refused(
             f"block_size is {config.block_size}: KV blocks hold {BLOCK_SIZE} tokens; use --block-size {BLOCK_SIZE}"
         )
-    if config.async_scheduling:
-        raise Refused("async_scheduling is on: a step is scheduled after the one before it; use --no-async-scheduling")
     if config.kv_cache_dtype == "nvfp4_ds_mla" and config.kv_cache_rounding == "none":
         raise Refused(
             "kv_cache_dtype is nvfp4_ds_mla with kv_cache_rounding none: this record is the trained rounding itself; "

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections import defaultdict
+from collections import defaultdict, deque
 from dataclasses import asdict
 from typing import Any
 
@@ -23,6 +23,7 @@ from paraflash.config.model import load_config
 from paraflash.engine.defaults import fit_to_pool, resolve
 from paraflash.engine.executor import Executor, refuse_in_worker_import
 from paraflash.engine.grammar import Grammars, GrammarState
+from paraflash.engine.messages import StepInput, StepOutput
 from paraflash.engine.preflight import check_start
 from paraflash.engine.request import Delta, Request, RequestRefused
 from paraflash.engine.sampling_params import SamplingParams
@@ -60,6 +61,8 @@ class EngineCore:
         self._states: dict[str, GrammarState] = {}
         self._timings: defaultdict[str, float] = defaultdict(float)
         self._steps = 0
+        self._sent: deque[StepInput] = deque()  # steps in flight between calls: none, or the one made ahead
+        self._runs_ahead = bool(self.config.async_scheduling) and not self.config.check_caches  # which looks in between
 
     def add_request(
         self,
@@ -112,16 +115,22 @@ class EngineCore:
         return self.scheduler.has_unfinished()
 
     def step(self) -> list[Delta]:
-        """Runs one step; returns what each request that got a token has new. Raises `EngineDeadError`."""
+        """Runs one step; returns what each request that got a token has new. Raises `EngineDeadError`.
+
+        With async_scheduling the step after it is made and sent before its result is awaited.
+        """
         self.executor.check()
-        step = self.scheduler.schedule()
+        start = time.monotonic()
+        sent = bool(self._sent)
+        step = self._sent.popleft() if sent else self.scheduler.schedule()
         if step is None:
             if self.scheduler.has_unfinished():
                 raise RuntimeError("requests are unfinished, but no step can be made of them")
             return []
-        start = time.monotonic()
-        output = self.executor.execute(step)
+        output = self._run_ahead(step, sent) if self._runs_ahead else self.executor.execute(step)
         deltas = self.scheduler.update(step, output)
+        while self._sent and not self.scheduler.has_unfinished():  # it has rows of requests that have ended, no others
+            self.scheduler.update(self._sent.popleft(), self.executor.receive())
         self._advance_grammars(deltas)
         for component, seconds in output.timings.items():
             self._timings[component] += seconds
@@ -130,6 +139,16 @@ class EngineCore:
         if self.config.check_caches:
             self._compare_caches(step.step_id)
         return deltas
+
+    def _run_ahead(self, step: StepInput, sent: bool) -> StepOutput:
+        """The result of `step`, which may have been sent before; the one after it is sent meanwhile, if it can be."""
+        if not sent:
+            self.executor.send(step)
+        following = self.scheduler.schedule_ahead()
+        if following is not None:
+            self.executor.send(following)
+            self._sent.append(following)
+        return self.executor.receive()
 
     def _advance_grammars(self, deltas: list[Delta]) -> None:
         """A request whose grammar cannot be followed ends here, without the token that this step drew for it."""

@@ -56,7 +56,7 @@ class _Worker:
     began: bool = False  # its first message has arrived
     error: str | None = None  # traceback it sent
     exception: BaseException | None = None
-    answers: list[Any] = field(default_factory=list)  # at most one: the answer to the message in flight
+    answers: list[Any] = field(default_factory=list)  # to messages in flight, in order
 
     def describe(self) -> str:
         return f"rank {self.rank} (pid {self.process.pid})"
@@ -80,6 +80,7 @@ class Executor:
         self.config = config
         self._dead: EngineDeadError | None = None
         self._workers: list[_Worker] = []
+        self._steps_out = 0  # sent and not received
         self._folder = tempfile.mkdtemp(prefix="paraflash-")
         # Also runs when the executor is collected, and at exit before multiprocessing waits for its children.
         self._cleanup = util.Finalize(self, _end_all, (self._workers, self._folder), exitpriority=100)
@@ -109,12 +110,26 @@ class Executor:
 
     def execute(self, step: StepInput) -> StepOutput:
         """Runs one step on all ranks; the answer is rank 0's. Raises `EngineDeadError`."""
-        output: StepOutput = self._ask("execute", step)[0]
+        self.send(step)
+        return self.receive()
+
+    def send(self, step: StepInput) -> None:
+        """Hands out a step, also while the one before runs. Each must be received, in order."""
+        self._post("execute", step)
+        self._steps_out += 1
+
+    def receive(self) -> StepOutput:
+        """Waits for the oldest step that was sent. Raises `EngineDeadError`."""
+        output: StepOutput = self._await("execute")[0]
+        self._steps_out -= 1
         return output
 
     def call_all(self, method: str, *args: Any) -> list[Any]:
         """Calls a method of every rank's runner; one result per rank. Raises `EngineDeadError`."""
-        return self._ask("call", method, args)
+        if self._dead is None and self._steps_out:
+            raise RuntimeError(f"{method} cannot be called while {self._steps_out} steps are in flight")
+        self._post("call", method, args)
+        return self._await("call")
 
     def check(self) -> None:
         """Raises `EngineDeadError` if a worker has died since the last call."""
@@ -135,10 +150,9 @@ class Executor:
                 w.process.join(max(0.0, deadline - time.monotonic()))
         self._cleanup()
 
-    def _ask(self, *message: Any) -> list[Any]:
-        if self._dead is not None:
-            raise self._dead
-        try:
+    def _post(self, *message: Any) -> None:
+        """Sends a message to every worker."""
+        with self._ends_if_interrupted(message[0]):
             payload = pickle.dumps(message, protocol=pickle.HIGHEST_PROTOCOL)
             for w in self._workers:
                 try:
@@ -147,15 +161,26 @@ class Executor:
                     self._fail(f"during {message[0]}", stuck=True)
                 except OSError:
                     self._fail(f"during {message[0]}")
-            return self._collect(self.config.step_timeout, str(message[0]))
+
+    def _await(self, doing: str) -> list[Any]:
+        """The answers to the oldest message that has not been answered, one per rank."""
+        with self._ends_if_interrupted(doing):
+            return self._collect(self.config.step_timeout, doing)
+
+    @contextlib.contextmanager
+    def _ends_if_interrupted(self, doing: str) -> Iterator[None]:
+        if self._dead is not None:
+            raise self._dead
+        try:
+            yield
         except BaseException as error:  # Ctrl-C too: the workers are in the middle of something
             if self._dead is None:
-                self._end(EngineDeadError(f"the engine was interrupted during {message[0]}: {error!r}"))
+                self._end(EngineDeadError(f"the engine was interrupted during {doing}: {error!r}"))
             raise
 
     def _collect(self, timeout: float, doing: str) -> list[Any]:
         """One answer per rank. Ends the engine if a rank fails, or if no counter of any rank moves for `timeout`."""
-        waiting = {w.pipe: w for w in self._workers}
+        waiting = {w.pipe: w for w in self._workers if not w.answers}
         seen, since = list(self._progress), time.monotonic()
         while waiting:
             for item in wait([*waiting, *(w.process.sentinel for w in self._workers)], _POLL):
@@ -170,7 +195,7 @@ class Executor:
                 seen, since = list(self._progress), time.monotonic()
             elif time.monotonic() - since > timeout:
                 self._fail(f"during {doing}", stuck=True)
-        return [w.answers.pop() for w in self._workers]
+        return [w.answers.pop(0) for w in self._workers]
 
     def _fail(self, when: str, stuck: bool = False) -> None:
         """Finds the first cause, kills all workers and raises."""

@@ -122,7 +122,7 @@ def add_engine_flags(parser: argparse.ArgumentParser) -> None:
     _value(schedule, "max_num_partial_prefills", int, "most prompts prefilled in one step; 0: no cap")
     _value(schedule, "max_logprobs", int, "most log-probabilities per token that a request may ask for")
     _value(schedule, "max_queue", int, "waiting requests above which new ones are turned away; 0: no limit")
-    _switch(schedule, "async_scheduling", "schedule the next step while one runs (not supported)")
+    _switch(schedule, "async_scheduling", "schedule the next step while one runs (default off)")
     _value(schedule, "step_timeout", float, "seconds without progress of a step after which the engine ends")
     _switch(schedule, "check_caches", "debug: compare the caches of all context parallel ranks after each step")
 

@@ -8,7 +8,7 @@ all requests together: pickling hundreds of small arrays would take longer than 
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any
 
@@ -17,6 +17,7 @@ from numpy.typing import NDArray
 
 Int32 = NDArray[np.int32]
 Int64 = NDArray[np.int64]
+PENDING = -1  # the token id of a row whose token the step before this one samples
 
 
 @dataclass
@@ -71,7 +72,7 @@ class StepRequest:
 
     request_id: str
     slot: int  # row of the per-request state (windows, ring), 0..max_num_seqs-1
-    token_ids: Int32  # [n] >= 1
+    token_ids: Int32  # [n] >= 1; of a single row perhaps PENDING
     lookback: Int32  # up to ngram-1 ids before num_computed, oldest first (shorter only at the sequence start)
     num_computed: int
     is_prefill: bool  # num_computed < prompt length, whatever n is
@@ -106,6 +107,20 @@ class Columns:
         """Whether each request has one row, which is sampled and is no part of a prompt."""
         rows, prefill = self.numbers[:, 0], self.numbers[:, 4]
         return not self.prompts and bool((rows == 1).all()) and not prefill.any() and None not in self.samples
+
+    def pending(self) -> list[int]:
+        """The requests whose token is PENDING."""
+        if not (self.token_ids == PENDING).any():
+            return []
+        first = np.cumsum(self.numbers[:, 0]) - self.numbers[:, 0]
+        return np.flatnonzero(self.token_ids[first] == PENDING).tolist()
+
+    def with_tokens(self, requests: list[int], tokens: Int64) -> Columns:
+        """The same with the tokens of those requests."""
+        first = np.cumsum(self.numbers[:, 0]) - self.numbers[:, 0]
+        token_ids = self.token_ids.copy()
+        token_ids[first[requests]] = tokens
+        return replace(self, token_ids=token_ids)
 
     def specs(self) -> list[SampleSpec | None]:
         return [plain_spec(s) if isinstance(s, tuple) else s for s in self.samples]
@@ -166,10 +181,14 @@ class StepInput:
         return _step_of, (self.step_id, *vars(self.columns).values())
 
 
-def _step_of(step_id: int, *columns: Any) -> StepInput:
+def step_of(step_id: int, columns: Columns) -> StepInput:
     step = StepInput.__new__(StepInput)
-    step.step_id, step.columns = step_id, Columns(*columns)
+    step.step_id, step.columns = step_id, columns
     return step
+
+
+def _step_of(step_id: int, *columns: Any) -> StepInput:
+    return step_of(step_id, Columns(*columns))
 
 
 @dataclass

@@ -1,7 +1,8 @@
 """One generation from arrival to its last token, and what the engine reports of it (`Delta`).
 
 A request keeps its prompt and output ids in one growing int32 array; every length is derived from that array and
-from `num_computed`, the number of leading positions whose state is in the caches.
+from `num_computed`, the number of leading positions whose state is in the caches. What steps in flight will add to
+both is counted beside them, so that the next step can be made before their results are known.
 """
 
 from __future__ import annotations
@@ -90,6 +91,7 @@ class Request:
         self.slot = -1
         self.block_ids: list[int] = []
         self.num_computed = 0
+        self.rows_in_flight = self.tokens_in_flight = 0  # of steps whose result is not known yet
         self.kv_write_start = 0
         self.window_start = 0
         self.least_rows = 0  # the next chunk must have as many rows, or wait (bounded replay)
@@ -122,13 +124,36 @@ class Request:
         return self.num_tokens - self.prompt_len
 
     @property
+    def num_scheduled(self) -> int:
+        """Leading positions whose state is in the caches when the steps in flight are done."""
+        return self.num_computed + self.rows_in_flight
+
+    @property
+    def num_expected(self) -> int:
+        """Tokens that there are then."""
+        return self.num_tokens + self.tokens_in_flight
+
+    @property
     def num_uncomputed(self) -> int:
-        return self.num_tokens - self.num_computed
+        """Rows that no step has taken yet."""
+        return self.num_expected - self.num_scheduled
 
     @property
     def is_prefill(self) -> bool:
         """Whether the next row is part of a prompt. After a preemption the outputs but the last count as prompt."""
-        return self.num_computed < max(self.prompt_len, self.num_tokens - 1)
+        return self.num_scheduled < max(self.prompt_len, self.num_expected - 1)
+
+    @property
+    def ends_in_flight(self) -> bool:
+        """Whether the token in flight is the last one, whatever it is."""
+        return self.tokens_in_flight > 0 and self.num_output_tokens + self.tokens_in_flight >= self.max_tokens
+
+    @property
+    def needs_results(self) -> bool:
+        """Whether a step of this request can only be made when the one before is known."""
+        params = self.params
+        penalised = params.presence_penalty or params.frequency_penalty or params.repetition_penalty != 1
+        return bool(penalised or self.bitmask) or params.prompt_logprobs is not None
 
     @property
     def finished(self) -> bool:
@@ -177,7 +202,7 @@ def _checked_ids(ids: Sequence[int] | Int32) -> Int32:
 
 def sample_spec(request: Request) -> SampleSpec:
     """How the request's next token is drawn, given the outputs so far."""
-    params, step = request.params, request.num_output_tokens
+    params, step = request.params, request.num_output_tokens + request.tokens_in_flight
     stops = [*request.eos_ids, *(params.stop_token_ids or [])] if step < params.min_tokens else []
     temperature = params.temperature if params.temperature >= 1e-5 else 0.0
     top_k = max(params.top_k, 0)

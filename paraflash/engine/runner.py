@@ -17,7 +17,6 @@ from torch import Tensor
 
 from paraflash.cache.records import kv_format
 from paraflash.cache.store import KVCache, block_bytes, window_bytes
-from paraflash.cache.window import Span
 from paraflash.checkpoint.dummy import dummy_engram_tables, dummy_weights
 from paraflash.checkpoint.load import Checkpoint, Weights, load_weights, open_engram_tables
 from paraflash.checkpoint.memory import FP8_LINEARS, available_memory, check_memory
@@ -30,13 +29,15 @@ from paraflash.engine.engram_rows import EngramRows, Lookup
 from paraflash.engine.engram_shards import EngramShards
 from paraflash.engine.graphs import StepGraphs, cuda_capture
 from paraflash.engine.memory_plan import LONG_CONTEXT_BYTES, log_held, settle_dense_weights, usable_memory
-from paraflash.engine.messages import Sampled, SampleSpec, StepInput, StepOutput, StepRequest, TokenLogprobs
+from paraflash.engine.messages import Sampled, StepInput, StepOutput, StepRequest, TokenLogprobs
+from paraflash.engine.pending import with_tokens
 from paraflash.engine.sampler import prompt_logprobs, sample
+from paraflash.engine.step_rows import in_blocks, prompt_step, rows_at, spans_of
 from paraflash.kernels import make_kernels
 from paraflash.model import engram_hash
 from paraflash.model.batch import LocalBatch, build_batch, build_trailing, plan_of
 from paraflash.model.decode_batch import build_decode_batch, dealt
-from paraflash.model.inputs import Inputs, Packed, step_shape, to_device
+from paraflash.model.inputs import Inputs, Packed, step_shape
 from paraflash.model.transformer import Transformer, no_probe
 from paraflash.model.weights import Numerics, pack_linears
 from paraflash.parallel.exchange import RowGather
@@ -62,6 +63,7 @@ class ModelRunner:
         )
         self.format = kv_format(config.kv_cache_dtype, model.head_dim, model.rope_dim, model.index_head_dim)
         self.kernels = make_kernels(mesh.device, dtype, config.moe_backend, self.numerics.trained_rounding)
+        self._drawn: dict[str, int] = {}  # rank 0: the tokens of the last step by request
         self.graphs: StepGraphs | None = None  # over gloo collectives wait on the host
         if mesh.device.type == "cuda" and not config.enforce_eager and not (mesh.tp.gloo or mesh.pcp.gloo):
             self.graphs = StepGraphs(mesh, cuda_capture(mesh.device))
@@ -217,12 +219,14 @@ class ModelRunner:
     @torch.inference_mode()
     def execute(self, step: StepInput) -> StepOutput | None:
         """Runs one step. Returns its output on rank 0, None elsewhere."""
+        step = with_tokens(step, self._drawn, self.mesh)
         graphs = self.graphs if self.transformer.probe is no_probe else None
         decodes = graphs is not None and step.columns.is_decode
         output = self._decode(step, graphs) if graphs is not None and decodes else self._run(step, graphs)
         seconds = self.mesh.take_seconds()
         if output is not None:
             output.timings = seconds
+            self._drawn = {name: sampled.token_id for name, sampled in output.sampled.items()}
         return output
 
     def _decode(self, step: StepInput, graphs: StepGraphs) -> StepOutput | None:
@@ -259,7 +263,7 @@ class ModelRunner:
         plan = plan_of(spans, mesh.pcp.size)
         local = plan.rows[mesh.pcp.rank]
         hashed = self._engram_ids(requests, local)
-        replays = graphs is not None and all(_in_blocks(r, size) for r in requests)
+        replays = graphs is not None and all(in_blocks(r, size) for r in requests)
         staged, lookup = no_bytes, None
         if hashed is not None and replays:
             staged = self.engram.stage(hashed)
@@ -356,47 +360,3 @@ def no_rows(n: int) -> Tensor:
 
 def no_bytes() -> Tensor:
     return torch.empty(0, dtype=torch.uint8)
-
-
-def rows_at(x: Tensor, index: np.ndarray) -> Tensor:
-    """x[index]; where the rows lie one behind the other, as they mostly do, without a copy."""
-    first, count = (int(index[0]) if len(index) else 0), len(index)
-    if np.array_equal(index, np.arange(first, first + count)):
-        return x[first : first + count]
-    return x[to_device(torch.from_numpy(index), x.device)]
-
-
-def _in_blocks(r: StepRequest, block_size: int) -> bool:
-    """Whether these rows are a part of a prompt whose shapes are likely to come again: whole blocks."""
-    return r.is_prefill and r.num_computed % block_size == 0 and r.num_tokens % block_size == 0
-
-
-def prompt_step(tokens: int, vocab_size: int, blocks: int) -> StepInput:
-    """One prompt of `tokens` tokens in KV blocks 1.., sampled at its end."""
-    ids = (np.arange(tokens) % vocab_size).astype(np.int32)
-    request = StepRequest(
-        request_id="measured",
-        slot=0,
-        token_ids=ids,
-        lookback=ids[:0],
-        num_computed=0,
-        is_prefill=True,
-        block_ids=np.arange(1, blocks + 1, dtype=np.int32),
-        sample=SampleSpec(),
-    )
-    return StepInput(0, [request])
-
-
-def spans_of(requests: Sequence[StepRequest]) -> list[Span]:
-    return [
-        Span(
-            slot=r.slot,
-            start=r.num_computed,
-            end=r.num_computed + r.num_tokens,
-            is_prefill=r.is_prefill,
-            window_start=r.window_start,
-            write_start=r.kv_write_start,
-            block_ids=np.asarray(r.block_ids, np.int64),
-        )
-        for r in requests
-    ]

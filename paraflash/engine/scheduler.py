@@ -21,11 +21,13 @@ from paraflash.config.engine import EngineConfig
 from paraflash.config.model import ModelConfig
 from paraflash.engine.admission import fitting_max_tokens, seed_of
 from paraflash.engine.blocks import BlockPool
-from paraflash.engine.messages import StepInput, StepOutput, StepRequest
+from paraflash.engine.messages import PENDING, StepInput, StepOutput, StepRequest
 from paraflash.engine.replay import certain_rows, drops_rows, kept_rows, rewind_rows
 from paraflash.engine.request import Delta, Request, RequestRefused, State, sample_spec
 
 logger = logging.getLogger("paraflash.scheduler")
+
+PENDING_TOKEN = np.array([PENDING], np.int32)
 
 
 class QueueFull(RuntimeError):
@@ -80,7 +82,8 @@ class Scheduler:
         self.running: list[Request] = []  # in order of arrival
         self._unfinished: dict[str, Request] = {}
         self._free_slots = list(range(config.max_num_seqs or 0))[::-1]
-        self._in_flight: Step | None = None
+        self._in_flight: deque[Step] = deque()  # at most two
+        self._short_of_blocks = False  # a step made ahead left out rows for which another request must give way
         self._passed_over = False  # the last step left requests waiting
         self._steps = self._arrivals = 0
         self._preemptions = self._prefix_queries = self._prefix_hits = 0
@@ -141,7 +144,7 @@ class Scheduler:
         self.pool.free(request.block_ids)
         self._free_slots.append(request.slot)
         request.slot, request.block_ids = -1, []
-        request.num_computed = request.least_rows = 0
+        request.num_computed = request.least_rows = request.rows_in_flight = request.tokens_in_flight = 0
 
     def _preempt(self, request: Request) -> None:
         logger.info(
@@ -157,12 +160,28 @@ class Scheduler:
 
     def schedule(self) -> StepInput | None:
         """The next step; None if nothing is to be done. Each step must be given to `update` before the next."""
-        if self._in_flight is not None:
-            raise RuntimeError(f"step {self._in_flight.step_id} is in flight; update must take its result first")
+        if self._in_flight:
+            raise RuntimeError(f"step {self._in_flight[0].step_id} is in flight; update must take its result first")
+        self._short_of_blocks = False
+        return self._make_step()
+
+    def schedule_ahead(self) -> StepInput | None:
+        """The step after the one in flight, whose result is not known yet: a token that it samples is PENDING here.
+
+        None where that result must come first: there is nothing else to do, a request depends on it (grammar,
+        penalties, log-probabilities of its prompt), or one would have to be preempted. A request that turns out to
+        have ended has a row too many here, whose result is dropped. Its blocks and slot may have a new owner by then,
+        whose writes come in a later step on every rank.
+        """
+        if len(self._in_flight) != 1 or self._short_of_blocks or any(r.needs_results for r in self.running):
+            return None
+        return self._make_step()
+
+    def _make_step(self) -> StepInput | None:
         chunks: dict[Request, int] = {}  # rows of this step
         budget = self.budget
         # Decoding requests first, then prompts, both in order of arrival (the sort is stable).
-        for request in sorted(self.running, key=lambda r: r.is_prefill):
+        for request in sorted((r for r in self.running if not r.ends_in_flight), key=lambda r: r.is_prefill):
             want = self._limit(request.num_uncomputed, budget)
             if want >= max(request.least_rows, 1) and request.state is State.RUNNING:  # not preempted a moment ago
                 rows = self._make_room(request, want, chunks)
@@ -174,11 +193,15 @@ class Scheduler:
         if not chunks:
             return None
         parts = [(r, self._step_request(r, n)) for r, n in chunks.items()]
-        for request in chunks:
+        for request, part in parts:
             request.times.scheduled = request.times.scheduled or time.monotonic()
-        self._in_flight = Step(self._steps, parts)
+            request.rows_in_flight += part.num_tokens
+            request.tokens_in_flight += part.sample is not None
+            # Without decoder windows behind it the next chunk must start its own: it has to be longer than a window.
+            request.least_rows = self.model.window + 1 if part.kept_rows == 0 else 0
+        self._in_flight.append(Step(self._steps, parts))
         self._steps += 1
-        return StepInput(self._in_flight.step_id, [step_request for _, step_request in parts])
+        return StepInput(self._in_flight[-1].step_id, [step_request for _, step_request in parts])
 
     def _limit(self, rows: int, budget: int) -> int:
         threshold = self.config.long_prefill_token_threshold
@@ -190,18 +213,20 @@ class Scheduler:
         Later arrivals that have no row in this step yet are preempted for it, the latest first. One that finds no
         room waits for a step: then others have rows, or an earlier request still comes and may preempt it.
         """
-        if request.num_computed + want <= len(request.block_ids) * self.pool.block_size:
+        start = request.num_scheduled
+        if start + want <= len(request.block_ids) * self.pool.block_size:
             return want  # as most decode rows
-        while self.pool.blocks_for(request.num_computed + want) - len(request.block_ids) > self.pool.num_free:
+        while self.pool.blocks_for(start + want) - len(request.block_ids) > self.pool.num_free:
+            self._short_of_blocks = bool(self._in_flight)
             later = [r for r in self.running if r.arrival > request.arrival and r not in chunks]
-            if not later:
+            if not later or self._in_flight:  # what a step in flight runs on is not taken away
                 room = (len(request.block_ids) + self.pool.num_free) * self.pool.block_size
-                want = room - request.num_computed
+                want = room - start
                 if want < request.least_rows:
                     return 0
                 break
             self._preempt(later[-1])
-        need = self.pool.blocks_for(request.num_computed + want) - len(request.block_ids)
+        need = self.pool.blocks_for(start + want) - len(request.block_ids)
         request.block_ids += self.pool.allocate(max(need, 0))
         return want
 
@@ -268,15 +293,15 @@ class Scheduler:
             self._prefix_hits += hit.tokens
 
     def _step_request(self, request: Request, rows: int) -> StepRequest:
-        start, end = request.num_computed, request.num_computed + rows
-        last, is_prefill = end == request.num_tokens, request.is_prefill
+        start, end = request.num_scheduled, request.num_scheduled + rows
+        last, is_prefill = end == request.num_expected, request.is_prefill
         wants_prompt = is_prefill and request.params.prompt_logprobs is not None
         drops = self.drops_rows and is_prefill and request.params.prompt_logprobs is None
-        kept = kept_rows(rows, request.num_tokens - end, self.model.window, self.certain_rows) if drops else rows
+        kept = kept_rows(rows, request.num_expected - end, self.model.window, self.certain_rows) if drops else rows
         return StepRequest(
             request_id=request.request_id,
             slot=request.slot,
-            token_ids=request.tokens[start:end].copy(),
+            token_ids=request.tokens[start:end].copy() if end <= request.num_tokens else PENDING_TOKEN,
             lookback=request.tokens[max(start - self.model.engram_max_ngram + 1, 0) : start].copy(),
             num_computed=start,
             is_prefill=is_prefill,
@@ -294,16 +319,15 @@ class Scheduler:
 
     def update(self, step: StepInput, output: StepOutput) -> list[Delta]:
         """Takes the result of a step; one Delta per request that got a token. Aborted requests are passed over."""
-        if self._in_flight is None or not self._in_flight.step_id == step.step_id == output.step_id:
+        if not self._in_flight or not self._in_flight[0].step_id == step.step_id == output.step_id:
             raise ValueError(f"step {step.step_id} with the output of step {output.step_id} is not the step in flight")
-        parts, self._in_flight = self._in_flight.parts, None
         deltas = []
-        for request, part in parts:
+        for request, part in self._in_flight.popleft().parts:
             if request.finished:
                 continue
             request.num_computed += part.num_tokens
-            # Without decoder windows behind it the next chunk must start its own: it has to be longer than a window.
-            request.least_rows = self.model.window + 1 if part.kept_rows == 0 else 0
+            request.rows_in_flight -= part.num_tokens
+            request.tokens_in_flight -= part.sample is not None
             request.prompt_logprobs += output.prompt_logprobs.get(request.request_id, [])
             _log_progress(request, part)
             if self.config.enable_prefix_caching:

@@ -14,6 +14,7 @@ import importlib
 import logging
 import os
 import pickle
+import queue
 import signal
 import threading
 import traceback
@@ -68,7 +69,7 @@ def main(spec: WorkerSpec, pipe: Connection, lifeline: Connection, progress: Any
     try:
         runner, mesh = _start(spec, progress)
         _send(pipe, "ok", None)
-        _serve(pipe, runner, mesh)
+        _serve(_reader(pipe) if spec.config.async_scheduling else lambda: _receive(pipe), pipe, runner, mesh)
     except BaseException as error:
         _send(pipe, "error", traceback.format_exc(), _picklable(error))
         os._exit(1)  # at once: the peers may wait for this rank in a collective
@@ -128,9 +129,31 @@ def _start(spec: WorkerSpec, progress: Any) -> tuple[Any, Any]:
     return runner, mesh
 
 
-def _serve(pipe: Connection, runner: Any, mesh: Any) -> None:
+def _reader(pipe: Connection) -> Callable[[], tuple[Any, ...]]:
+    """Takes messages off the pipe as they come, so that a step which is sent while another runs does not wait in its
+    sender. The result gives the next one."""
+    messages: queue.SimpleQueue[tuple[Any, ...] | BaseException] = queue.SimpleQueue()
+
+    def read() -> None:
+        try:
+            while True:
+                messages.put(_receive(pipe))
+        except BaseException as error:
+            messages.put(error)
+
+    def take() -> tuple[Any, ...]:
+        message = messages.get()
+        if isinstance(message, BaseException):
+            raise message
+        return message
+
+    threading.Thread(target=read, name="reader", daemon=True).start()
+    return take
+
+
+def _serve(take: Callable[[], tuple[Any, ...]], pipe: Connection, runner: Any, mesh: Any) -> None:
     while True:
-        kind, *args = _receive(pipe)
+        kind, *args = take()
         if kind == "execute":
             _send(pipe, "ok", runner.execute(args[0]))
         elif kind == "call":

@@ -89,6 +89,7 @@ class ThreadExecutor:
         ]
         self._threads = ThreadPoolExecutor(len(self.runners))
         self.steps: list[StepInput] = []
+        self._sent: list[StepInput] = []
         self.call_all("load")
 
     def on_all(self, work: Callable[[LogitsRunner], Any]) -> list[Any]:
@@ -116,6 +117,12 @@ class ThreadExecutor:
         outputs = self.on_all(lambda runner: runner.execute(step))
         assert all(other is None for other in outputs[1:])
         return outputs[0]
+
+    def send(self, step: StepInput) -> None:
+        self._sent.append(step)
+
+    def receive(self) -> StepOutput:
+        return self.execute(self._sent.pop(0))
 
     def check(self) -> None:
         pass

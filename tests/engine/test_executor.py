@@ -34,10 +34,20 @@ def model() -> ModelConfig:
 
 @contextmanager
 def executor(
-    model: ModelConfig, runner: str = "FakeRunner", pcp: int = 2, timeout: float = 1.0, device: str = "cpu"
+    model: ModelConfig,
+    runner: str = "FakeRunner",
+    pcp: int = 2,
+    timeout: float = 1.0,
+    device: str = "cpu",
+    ahead: bool = False,
 ) -> Iterator[Executor]:
     config = EngineConfig(
-        model=str(NARROW), device=device, prefill_context_parallel_size=pcp, step_timeout=timeout, max_num_seqs=4
+        model=str(NARROW),
+        device=device,
+        prefill_context_parallel_size=pcp,
+        step_timeout=timeout,
+        max_num_seqs=4,
+        async_scheduling=ahead,
     )
     made = Executor(config, model, f"{FAKES}:{runner}", f"{FAKES}:rank_as_mesh", start_timeout=60)
     try:
@@ -68,6 +78,35 @@ def gone(pids: list[int], within: float = 5.0) -> bool:
             return True
         time.sleep(0.05)
     return False
+
+
+def test_a_step_is_taken_while_the_one_before_runs(model: ModelConfig) -> None:
+    """Also one larger than a pipe holds; answers come in order, and a call waits for them."""
+    with executor(model, pcp=2, ahead=True) as ex:
+        ex.send(step("sleep:0.5", (1,), 1))
+        start = time.monotonic()
+        ex.send(step("large", tuple(range(1 << 19)), 2))
+        assert time.monotonic() - start < 0.4, "the sender waits for no step"
+        with pytest.raises(RuntimeError, match="while 2 steps are in flight"):
+            ex.call_all("cache_hash")
+        assert [(a.step_id, *a.sampled) for a in (ex.receive(), ex.receive())] == [(1, "sleep:0.5"), (2, "large")]
+        assert ex.call_all("collective_log") == [[1, 2], [1, 2]]
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+@pytest.mark.parametrize("when", [0, 1])
+def test_a_worker_that_dies_with_two_steps_in_flight_ends_the_engine(model: ModelConfig, when: int, rank: int) -> None:
+    with executor(model, pcp=2, ahead=True) as ex:
+        pids, names = ex.pids, ["fine", "fine"]
+        names[when] = f"kill:{rank}"
+        with pytest.raises(EngineDeadError, match=rf"rank {rank} \(pid {pids[rank]}\) ended during execute.*SIGKILL"):
+            for number, name in enumerate(names):
+                ex.send(step(name, step_id=number))
+            for _ in names:
+                ex.receive()
+        assert gone(pids)
+        with pytest.raises(EngineDeadError, match="SIGKILL"):
+            ex.send(step("more"))
 
 
 def test_every_rank_gets_the_step_and_rank_0_answers(model: ModelConfig) -> None:

@@ -45,6 +45,12 @@ def test_without_rounding_the_cache_takes_the_compute_dtype(model: ModelConfig, 
     assert (config.dtype, config.kv_cache_dtype) == (dtype, dtype)
 
 
+def test_scheduling_ahead_is_off_unless_asked_for(model: ModelConfig) -> None:
+    assert resolve(cpu(), model).async_scheduling is False
+    assert resolve(cpu(async_scheduling=False), model).async_scheduling is False
+    assert resolve(cpu(async_scheduling=True), model).async_scheduling is True
+
+
 def test_bounded_replay_is_on_unless_results_are_to_be_exact(model: ModelConfig) -> None:
     assert resolve(cpu(), model).swa_bounded_replay is True
     assert resolve(cpu(dtype="float32"), model).swa_bounded_replay is False
@@ -96,7 +102,6 @@ def test_the_published_vllm_command_resolves(model: ModelConfig) -> None:
         ({"moe_backend": "aiter"}, "moe_backend is 'aiter'"),
         ({"device": "rocm"}, "device is 'rocm'"),
         ({"dtype": "float16"}, "dtype is 'float16'"),
-        ({"async_scheduling": True}, "--no-async-scheduling"),
         ({"max_num_batched_tokens": 0}, "max_num_batched_tokens is 0"),
         ({"max_num_seqs": 0}, "max_num_seqs is 0"),
         ({"max_model_len": 0}, "max_model_len is 0"),
