@@ -14,7 +14,7 @@ if not torch.cuda.is_available() or os.environ.get("TRITON_INTERPRET") == "1":
 
 from paraflash.cache.pool import RecordPool
 from paraflash.cache.records import kv_format
-from paraflash.kernels.cuda import CudaKernels, topk, topk_torch
+from paraflash.kernels.cuda import CudaKernels, attend, direct, topk, topk_torch
 from paraflash.kernels.cuda.packages import Packages, find_packages
 from paraflash.kernels.reference import reference_kernels
 from tests.kernels import checks
@@ -149,6 +149,55 @@ def test_the_paged_kernel_can_be_captured_before_and_after_its_plan_is_known(mak
     for found in results:
         near(found, wanted, 4e-3)
         assert (found[2] == 0).all()
+
+
+def test_every_code_is_read_exactly(maker: Maker) -> None:
+    checks.check_every_code(maker)
+
+
+@pytest.mark.parametrize("heads_at_once", [32, 64])
+@pytest.mark.parametrize("heads", [8, 16, 32, 64])
+@pytest.mark.parametrize("rows", [1, 7, 16, 64])
+def test_decode_rows_on_nvfp4_records_match_the_reference(
+    maker: Maker, monkeypatch: pytest.MonkeyPatch, rows: int, heads: int, heads_at_once: int
+) -> None:
+    if heads_at_once > max(32, heads):
+        pytest.skip("the same as with 32")
+    monkeypatch.setattr(direct, "BLOCK_HEADS", heads_at_once)
+    for limit in (64, 0):  # by the kernel that reads records, then over the workspace
+        monkeypatch.setattr(attend, "DIRECT_ROWS", limit)
+        for entries in (64, 32):
+            checks.check_decode_rows(BARE, maker, Sizes(rows=rows, hidden=5120, heads=heads), entries, "nvfp4_ds_mla")
+
+
+@pytest.mark.parametrize("rows,heads", [(1, 64), (7, 16), (64, 64)])
+def test_the_kernel_on_nvfp4_records_can_be_captured(maker: Maker, rows: int, heads: int) -> None:
+    """A replay reads what is then in the tensors; a row without any key gives zeros."""
+    fmt = kv_format("nvfp4_ds_mla", 512, 64, 128)
+    pool, ring = RecordPool(fmt.latent, 9, 64, "cuda"), RecordPool(fmt.window, 2, 128, "cuda")
+    every = torch.arange(9 * 64, device="cuda")
+    pool.write(every, fmt.latent.encode(maker.normal(len(every), 512).float()))
+    prior, step_rows = maker.integers(0, 256, rows * 127), fmt.window.encode(maker.normal(rows, 512).float())
+    window_index, slots = maker.integers(0, rows * 128, rows, 128), maker.integers(-1, 9 * 64, rows, 512)
+    q, sink = maker.normal(rows, heads, 512), maker.normal(heads, dtype=torch.float32)
+
+    def run() -> torch.Tensor:
+        return BARE.attend(q, BARE.window_keys(ring, prior, step_rows), window_index, pool, slots, sink, 0.04)
+
+    run()  # compiles
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        out = run()
+    q.copy_(maker.normal(rows, heads, 512))
+    slots.copy_(maker.integers(-1, 9 * 64, rows, 512))
+    window_index[-1], slots[-1] = -1, -1
+    graph.replay()
+    torch.cuda.synchronize()
+    found = out.clone()
+    assert torch.equal(found, run()) and (found[-1] == 0).all()
+    if rows > 1:
+        own = REFERENCE.window_keys(ring, prior, step_rows)
+        near(found, REFERENCE.attend(q.float(), own, window_index, pool, slots, sink, 0.04).bfloat16(), 4e-3)
 
 
 def test_router_matches_the_reference(maker: Maker) -> None:

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from paraflash.cache.records import PlainRecord
+from paraflash.cache.records import Mxfp8Record, Nvfp4Record, PlainRecord, Record
 from paraflash.kernels.reference import reference_kernels
 from tests.kernels.cases import Maker, Sizes, differing, experts, index_rows, near, plain_pool, values_of
 
@@ -225,31 +225,53 @@ def check_stored_rows(kernels: Any, m: Maker, s: Sizes, name: str) -> None:
         compare_choice(kernels.select_entries(q, weights, keys, given, s.chosen, 0.1)[0], wanted)
 
 
-def check_decode_rows(kernels: Any, m: Maker, s: Sizes, entries: int) -> None:
-    """fp8_ds_mla rows as in decoding: each row's ring rows and its own; gaps, rows without a chosen entry."""
+def check_every_code(m: Maker) -> None:
+    """All e4m3 codes with scales from small to large, all e2m1 codes with all scales: read as they are decoded."""
+    from paraflash.cache.pool import RecordPool
+    from paraflash.kernels.cuda.records import read_rows
+
+    numbers = torch.arange(256, dtype=torch.uint8, device=m.device)
+    codes = numbers[(numbers & 127) != 127]  # e4m3 has no number there
+    eights = torch.cat([codes, codes[:2]]).repeat(64, 1)
+    exponents = torch.arange(127 - 32, 127 + 32, dtype=torch.uint8, device=m.device)[:, None].repeat(1, 8)
+    scales = codes[:, None].repeat(1, 32)
+    for record, raw in (
+        (Mxfp8Record(256, 256, 8), torch.cat([eights, exponents], 1)),
+        (Nvfp4Record(512, 256, 32), torch.cat([numbers.repeat(len(scales), 1), scales], 1)),
+    ):
+        pool, slots = RecordPool(record, 4, 64, m.device), torch.arange(len(raw), device=m.device)
+        pool.write(slots, raw)
+        out = torch.empty(len(raw), record.dim, dtype=m.dtype, device=m.device)
+        read_rows(pool, slots, out)
+        assert torch.equal(out.float(), record.decode(raw))
+
+
+def check_decode_rows(kernels: Any, m: Maker, s: Sizes, entries: int, name: str = "fp8_ds_mla") -> None:
+    """Stored rows as in decoding: each row's ring rows and its own; gaps, a row without a chosen entry, a short one."""
     from paraflash.cache.pool import RecordPool
     from paraflash.cache.records import kv_format
 
-    record, pages = kv_format("fp8_ds_mla", s.head_dim, s.rope, s.index_dim).window, 3 + 2 * s.chosen // entries
+    fmt, pages = kv_format(name, s.head_dim, s.rope, s.index_dim), 3 + 2 * s.chosen // entries
 
-    def filled(pages: int, entries: int) -> RecordPool:
+    def filled(record: Record, pages: int, entries: int) -> RecordPool:
         pool = RecordPool(record, pages, entries, m.device)
         x = m.normal(pages * entries, s.head_dim, dtype=torch.float32) * m.normal(pages * entries, 1).float().exp()
         pool.write(torch.arange(pages * entries, device=m.device), record.encode(x))
         return pool
 
-    ring, pool, reach = filled(s.rows + 1, s.window), filled(pages, entries), s.window - 1
-    newest = m.integers(0, 10 * s.window, s.rows, 1)
+    ring, pool = filled(fmt.window, s.rows + 1, s.window), filled(fmt.latent, pages, entries)
+    newest, reach = m.integers(0, 10 * s.window, s.rows, 1), s.window - 1
+    newest[2:3] = s.window // 3
     request = torch.randperm(s.rows, generator=m.generator, device=m.device)[:, None]
     back = torch.arange(reach, device=m.device) - reach
     prior = (request * s.window + (newest + back) % s.window).flatten()
-    step_rows = record.encode(m.normal(s.rows, s.head_dim, dtype=torch.float32))
+    step_rows = fmt.window.encode(m.normal(s.rows, s.head_dim, dtype=torch.float32))
     own = torch.arange(s.rows, device=m.device)[:, None]
     window_index = torch.cat([own * reach + torch.arange(reach, device=m.device), s.rows * reach + own], 1)
     window_index[:, :reach][newest + back < 0] = -1
     slots = m.integers(-1, pages * entries, s.rows, s.chosen)
     slots[:, s.chosen * 3 // 4 :] = -1
-    slots[0] = -1
+    slots[1:2] = -1
     q, sink = m.normal(s.rows, s.heads, s.head_dim), m.normal(s.heads, dtype=torch.float32)
     keys, scale = kernels.window_keys(ring, prior, step_rows), s.head_dim**-0.5
     wanted_keys = REFERENCE.window_keys(ring, prior, step_rows)

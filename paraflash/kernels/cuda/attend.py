@@ -1,8 +1,9 @@
 """Which kernel attends to the rows of a step: by the cache's records, the number of heads and the number of rows.
 
 Plain bf16 rows are read where they are. Other records are decoded into a workspace of bf16 rows. In steps of few rows
-(decoding) FlashMLA's paged kernel reads `fp8_ds_mla` records themselves: the step's window rows [n] are laid as one
-page, the chosen ones lie in the pool's pages. What fits no kernel goes to the reference.
+(decoding) the records themselves are read, `fp8_ds_mla` by FlashMLA's paged kernel, `nvfp4_ds_mla` by direct.py: the
+step's window rows [n] are laid as one page, the chosen ones lie in the pool's pages. What fits no kernel goes to the
+reference.
 """
 
 from __future__ import annotations
@@ -15,12 +16,13 @@ from torch import Tensor
 
 from paraflash.cache.pool import RecordPool
 from paraflash.cache.records import Fp8DsMlaRecord, PlainRecord, Record
-from paraflash.kernels.cuda import attention, records
+from paraflash.kernels.cuda import attention, direct, records
 from paraflash.kernels.cuda.packages import Packages
 from paraflash.kernels.reference import attention as reference
 
 WORKSPACE_ROWS = 1 << 20  # rows decoded at a time: 1 GiB of bf16 at width 512
 PAGED_ROWS = 64  # queries up to which the paged kernel takes a step
+DIRECT_ROWS = 64  # queries up to which direct.py takes a step; not measured
 PAGED_RECORD = (512, 64, 584)  # channels, rope channels and bytes of what the paged kernel reads
 
 
@@ -90,6 +92,8 @@ class Attention:
             return reference.attend(q, keys.decoded(), window_index, pool, slots, sink, scale)
         if self._paged(q, keys, stored):
             return self._attend_pages(q, keys, window_index, pool, slots, sink, scale)
+        if len(q) <= DIRECT_ROWS and keys.page is not None and direct.fits(keys.page.record, stored, width):
+            return direct.attend(q, keys.page, window_index, pool, slots, sink, scale)
         if pool is None or slots is None:
             return self._attend_rows(q, keys.numbers(q), window_index, None, None, sink, scale)
         if not plain:
