@@ -1,7 +1,9 @@
 """Times kernels that stand for a choice, alone, at the released widths, on one GPU: what decides which one a step gets.
 
 `attention`: rows that decode, each with 128 window and 512 chosen keys, from window rows in the ring to the output. As
-fp8_ds_mla records read by the paged kernel, the same records decoded into a workspace, and a bfloat16 cache.
+fp8_ds_mla records read by the paged kernel (where sgl-flash-mla is installed) and decoded into a workspace; as
+nvfp4_ds_mla records read as they are stored, by programs of 32 and of 64 heads, and decoded into a workspace; as a
+bfloat16 cache.
 `experts`: the routed experts of a step with inputs in bf16 and in FP8, from hidden rows (rounded as in the model) to
 their sum, and how far both are from fp32 products for a few rows. Times are medians of replays of a CUDA graph that
 holds several calls.
@@ -13,7 +15,6 @@ import argparse
 import statistics
 import sys
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -51,29 +52,33 @@ def seconds(calls: Sequence[Callable[[], Any]]) -> float:
 def attention(rows: int, heads: int, entries: int) -> None:
     from paraflash.cache.pool import Arena, RecordPool
     from paraflash.cache.records import PlainRecord, kv_format
-    from paraflash.kernels.cuda import CudaKernels, attend
+    from paraflash.kernels.cuda import CudaKernels, attend, direct
     from paraflash.kernels.cuda.packages import find_packages
 
     packages = find_packages()
-    if packages.paged_attention is None:
-        raise SystemExit(f"attention needs sgl-flash-mla: {packages.notes['sgl-flash-mla']}")
-    attend.PAGED_ROWS = rows  # also where the engine would not
     pages = 1 + 65536 // entries
     found = {}
-    for name, dtype, paged in (
-        ("paged", "fp8_ds_mla", packages.paged_attention),
-        ("workspace", "fp8_ds_mla", None),
-        ("bfloat16", "bfloat16", None),
+    # What, records, rows up to which these are read as they are (also where the engine would not), heads of a program.
+    for name, dtype, limit, heads_at_once in (
+        ("fp8 paged", "fp8_ds_mla", rows, 32),
+        ("fp8 workspace", "fp8_ds_mla", 0, 32),
+        ("nvfp4 direct/32", "nvfp4_ds_mla", rows, 32),
+        ("nvfp4 direct/64", "nvfp4_ds_mla", rows, 64),
+        ("nvfp4 workspace", "nvfp4_ds_mla", 0, 32),
+        ("bfloat16", "bfloat16", 0, 32),
     ):
-        record = kv_format(dtype, HEAD_DIM, ROPE, INDEX_DIM).window
-        arena = None
-        if isinstance(record, PlainRecord):
-            arena = Arena(record, pages * entries, rows * WINDOW, "cuda")
-        pool, ring = RecordPool(record, pages, entries, "cuda", arena), RecordPool(record, rows, WINDOW, "cuda")
+        if (name == "fp8 paged" and packages.paged_attention is None) or heads_at_once > max(32, heads):
+            continue
+        attend.PAGED_ROWS, attend.DIRECT_ROWS, direct.BLOCK_HEADS = limit, limit, heads_at_once
+        fmt, arena = kv_format(dtype, HEAD_DIM, ROPE, INDEX_DIM), None
+        record = fmt.window
+        if isinstance(fmt.latent, PlainRecord):
+            arena = Arena(fmt.latent, pages * entries, rows * WINDOW, "cuda")
+        pool, ring = RecordPool(fmt.latent, pages, entries, "cuda", arena), RecordPool(record, rows, WINDOW, "cuda")
         for held in (pool, ring):
             every = torch.arange(held.storage.shape[0] * held.entries, device="cuda")
-            held.write(every, record.encode(torch.randn(len(every), HEAD_DIM, device="cuda")))
-        kernels = CudaKernels(replace(packages, paged_attention=paged), torch.bfloat16, "grouped_mm", trained=True)
+            held.write(every, held.record.encode(torch.randn(len(every), HEAD_DIM, device="cuda")))
+        kernels = CudaKernels(packages, torch.bfloat16, "grouped_mm", trained=True)
         own, reach = torch.arange(rows, device="cuda")[:, None], torch.arange(WINDOW - 1, device="cuda")
         prior = (own * WINDOW + reach).flatten()
         step_rows = record.encode(torch.randn(rows, HEAD_DIM, device="cuda"))
