@@ -60,14 +60,15 @@ def attention(rows: int, heads: int, entries: int) -> None:
     found = {}
     # What, records, rows up to which these are read as they are (also where the engine would not), heads of a program.
     for name, dtype, limit, heads_at_once in (
-        ("fp8 paged", "fp8_ds_mla", rows, 32),
-        ("fp8 workspace", "fp8_ds_mla", 0, 32),
+        ("fp8 paged", "fp8_ds_mla", rows, 64),
+        ("fp8 workspace", "fp8_ds_mla", 0, 64),
         ("nvfp4 direct/32", "nvfp4_ds_mla", rows, 32),
         ("nvfp4 direct/64", "nvfp4_ds_mla", rows, 64),
-        ("nvfp4 workspace", "nvfp4_ds_mla", 0, 32),
-        ("bfloat16", "bfloat16", 0, 32),
+        ("nvfp4 workspace", "nvfp4_ds_mla", 0, 64),
+        ("bfloat16", "bfloat16", 0, 64),
     ):
-        if (name == "fp8 paged" and packages.paged_attention is None) or heads_at_once > max(32, heads):
+        same = heads <= 32 and name == "nvfp4 direct/64"
+        if same or (name == "fp8 paged" and packages.paged_attention is None):
             continue
         attend.PAGED_ROWS, attend.DIRECT_ROWS, direct.BLOCK_HEADS = limit, limit, heads_at_once
         fmt, arena = kv_format(dtype, HEAD_DIM, ROPE, INDEX_DIM), None

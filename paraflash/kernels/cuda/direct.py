@@ -71,7 +71,8 @@ def _attend_kernel(
     # Blocks of keys are numbered through the window's list, then the slots; a program takes `share` of them.
     own = (W + KEYS - 1) // KEYS
     first, end = split * share, tl.minimum(split * share + share, own + (K + KEYS - 1) // KEYS)
-    for block in range(first, tl.minimum(end, own)):
+    # What does not change from block to block is computed anew in each: kept in registers, it would spill others.
+    for block in tl.range(first, tl.minimum(end, own), disable_licm=True):
         place = block * KEYS + tl.arange(0, KEYS)
         index = tl.load(window_index_ptr + row * W + place, mask=place < W, other=-1)
         ok = index >= 0
@@ -81,7 +82,7 @@ def _attend_kernel(
         size = tl.load(data + WIDTH + g[None, :], mask=ok[:, None], other=1).to(tl.int32)
         k = _scaled(e4m3(byte), e8m0(size), KEYS, WIDTH // 32, 32).to(q.dtype)
         m, norm, acc = _add_keys(q, k, ok, m, norm, acc, scale)
-    for block in range(tl.maximum(first, own), end):
+    for block in tl.range(tl.maximum(first, own), end, disable_licm=True):
         place = (block - own) * KEYS + tl.arange(0, KEYS)
         slot = tl.load(slots_ptr + row * K + place, mask=place < K, other=-1)
         ok = slot >= 0
@@ -142,7 +143,7 @@ def attend(
     rows, heads, width = q.shape
     exact = q.dtype == torch.float32
     block = 16 if exact else min(BLOCK_HEADS, max(16, power_of_2(heads)))
-    keys = 16 if exact else 32
+    keys = 16 if exact or block == 64 else 32  # what registers hold
     w, k = window_index.shape[1], 0 if slots is None else slots.shape[1]
     blocks, every = ceil_div(heads, block), ceil_div(w, keys) + ceil_div(k, keys)
     share = ceil_div(every, max(1, PROGRAMS // (rows * blocks)))
