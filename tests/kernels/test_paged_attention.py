@@ -99,6 +99,27 @@ def test_only_few_rows_of_its_own_record_go_to_the_paged_kernel(maker: Maker) ->
     assert not taken("fp8_ds_mla")
 
 
+@pytest.mark.parametrize(
+    ("rows", "heads", "taken"),
+    [
+        (1, 8, True),
+        (256, 16, True),
+        (257, 16, False),
+        (4096, 8, False),
+        (257, 17, True),
+        (4096, 64, True),
+        (1, 65, False),
+        (4096, 128, False),
+    ],
+)
+def test_flash_takes_few_rows_of_any_heads_and_any_rows_of_many(rows: int, heads: int, taken: bool) -> None:
+    run = object()
+    attention = attend.Attention(Packages(sparse_attention=run))  # type: ignore[arg-type]
+    q = torch.empty(rows, heads, 512, dtype=torch.bfloat16, device="meta")
+    assert attention._flash(q) is (run if taken else None)
+    assert attention._flash(q.float()) is None and attention._flash(q[..., :256]) is None
+
+
 def test_the_plan_of_a_shape_is_made_once() -> None:
     """The package makes a plan where it gets none; one for other shapes would split the work wrongly."""
     made: list[Tensor] = []

@@ -21,7 +21,7 @@ from paraflash.kernels.cuda.packages import Packages
 from paraflash.kernels.reference import attention as reference
 
 WORKSPACE_ROWS = 1 << 20  # rows decoded at a time: 1 GiB of bf16 at width 512
-PAGED_ROWS = 64  # queries up to which the paged kernel takes a step
+PAGED_ROWS = 256  # queries up to which the paged kernel takes a step
 DIRECT_ROWS = 64  # queries up to which direct.py takes a step; not measured
 PAGED_RECORD = (512, 64, 584)  # channels, rope channels and bytes of what the paged kernel reads
 
@@ -108,7 +108,7 @@ class Attention:
     def _flash(self, q: Tensor) -> Any:
         """FlashMLA where it takes q and is the faster one, else None."""
         fits = q.dtype == torch.bfloat16 and q.shape[2] == attention.FLASH_WIDTH
-        return self._packages.sparse_attention if fits and attention.flash_pays(q.shape[1]) else None
+        return self._packages.sparse_attention if fits and attention.flash_pays(*q.shape[:2]) else None
 
     def _paged(self, q: Tensor, keys: WindowKeys, stored: Record | None) -> bool:
         """Whether the paged kernel takes the step: a decode step, or another one as small."""
