@@ -4,11 +4,12 @@ import sys
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "engine"))
+import pytest
 from in_process import generate, local_engine
 
 from paraflash.engine.sampling_params import SamplingParams
 from paraflash.engine.tokenizer import load_tokenizer
-from training import evaluate, export, tasks
+from training import evaluate, export, faults, tasks
 from training.testset import Turn
 
 CHECKPOINT = evaluate.CHECKPOINT
@@ -44,6 +45,15 @@ def test_short_problems_are_answered_right_and_alike_over_two_ranks() -> None:
         right = sum(evaluate.is_right(p, r) for p, r in zip(problems, alone, strict=True) if p.task == task)
         assert right >= LEAST, f"{right} of {ASKED} {task}"
     assert split == alone
+
+
+@pytest.mark.parametrize("fault, task", [("pairs_unlinked", "pairs"), ("candidates_shifted", "recall")])
+def test_a_broken_part_costs_the_answers_of_its_task(fault: str, task: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What the tests above would see, and what the ablation shows at length."""
+    problems = [p for p in _problems() if p.task == task]
+    faults.install(fault, monkeypatch.setattr)
+    right = sum(evaluate.is_right(p, r) for p, r in zip(problems, _replies(problems, 1), strict=True))
+    assert right <= 1, f"{right} of {ASKED} {task}"
 
 
 def test_the_checkpoint_is_small_and_has_a_card() -> None:
