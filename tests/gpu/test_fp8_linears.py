@@ -101,6 +101,16 @@ def test_no_rows_and_rows_that_do_not_lie_together(maker: Maker) -> None:
     assert packed.nbytes == 512 * 1280 * 33 // 32 + packed._locks.nbytes
 
 
+@pytest.mark.parametrize("name", ["wkv", "wo_b", "shared w2", "Engram wkv"])
+def test_a_product_has_the_same_bits_every_time(maker: Maker, name: str) -> None:
+    width, out = SHAPES[name]
+    packed = KERNELS.pack_linear(stored(maker, out, width))
+    for rows in (1, 16, 64, 192, 1024, 4096):
+        x = maker.normal(rows, width)
+        first = packed(x)
+        assert all(torch.equal(packed(x), first) for _ in range(10)), rows
+
+
 def test_a_product_replays_in_a_graph(maker: Maker) -> None:
     packed = KERNELS.pack_linear(stored(maker, 1280, 5120))
     for rows in (1, 24, 1024):
@@ -134,10 +144,10 @@ def wide(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def loaded(folder: Path, form: str, **options: Any) -> ModelRunner:
+def loaded(folder: Path, form: str, device: str = "cuda", **options: Any) -> ModelRunner:
     config = EngineConfig(
         model=str(folder),
-        device="cuda",
+        device=device,
         dtype="bfloat16",
         kv_cache_dtype="bfloat16",
         max_num_batched_tokens=256,
@@ -145,9 +155,8 @@ def loaded(folder: Path, form: str, **options: Any) -> ModelRunner:
         dense_weights=form,
         **{"num_gpu_blocks_override": 20, **options},
     )
-    runner = ModelRunner(
-        config, load_config(folder), Mesh(0, Group("tp", 1, 0), Group("pcp", 1, 0), torch.device("cuda", 0))
-    )
+    place = torch.device("cuda", 0) if device == "cuda" else torch.device(device)
+    runner = ModelRunner(config, load_config(folder), Mesh(0, Group("tp", 1, 0), Group("pcp", 1, 0), place))
     runner.load()
     return runner
 
@@ -158,7 +167,7 @@ def seen_in(runner: ModelRunner, names: tuple[str, ...]) -> dict[str, Tensor]:
 
     def probe(name: str, value: Any) -> None:
         if name in names:
-            seen[name] = value.float().flatten(1)
+            seen[name] = value.float().flatten(1).cpu()
 
     runner.transformer.probe = probe
     runner.execute(prompt_step(192, 500, 3))
@@ -166,25 +175,40 @@ def seen_in(runner: ModelRunner, names: tuple[str, ...]) -> dict[str, Tensor]:
 
 
 @pytest.mark.parametrize("load_format", ["auto", "dummy"])
-def test_layers_with_one_byte_weights_give_what_they_give_with_bf16_weights(wide: Path, load_format: str) -> None:
-    """Up to roundings to FP8 that fall the other way. The first layers only: further on single decisions have moved."""
-    runner = loaded(wide, "fp8", load_format=load_format)
-    weights = runner.transformer.blocks[1].weights.tensors.items()
-    packed = {name.split(".", 2)[2] for name, weight in weights if isinstance(weight, Fp8Linear)}
+def test_loaded_one_byte_weights_are_the_bf16_weights(wide: Path, load_format: str) -> None:
+    """A unit matrix reads a packed weight out, all of it and exactly."""
+    narrow, expanded = (loaded(wide, form, load_format=load_format) for form in ("fp8", "bf16"))
+    assert narrow.cache_info()["dense_weights"] == "fp8" and narrow.weight_bytes < expanded.weight_bytes
+    packed = set()
+    for block, wanted in zip(narrow.transformer.blocks, expanded.transformer.blocks, strict=True):
+        for name, weight in block.weights.tensors.items():
+            if isinstance(weight, Fp8Linear):
+                packed.add(name.split(".", 2)[2])
+                unit = torch.eye(weight.shape[1], device="cuda", dtype=torch.bfloat16)
+                assert torch.equal(KERNELS.linear(unit, weight), wanted.weights.tensors[name].T), name
     assert {"attn.wq_a.weight", "attn.wq_b.weight", "attn.wkv.weight", "attn.wo_b.weight"} <= packed
     assert {"ffn.shared_experts.w1.weight", "ffn.shared_experts.w2.weight", "engram.wkv.weight"} <= packed
     assert "attn.wo_a.weight" not in packed
-    assert runner.cache_info()["dense_weights"] == "fp8"
+
+
+def test_layers_with_one_byte_weights_are_as_near_to_the_reference_as_with_bf16_weights(wide: Path) -> None:
+    """The reference kernels run on the CPU in bf16. Nothing nearer can be asked for: a last bit that differs before a
+    rounding to FP8 makes steps of 6 to 12 % behind it. Sums of Engram's product in three bf16 parts, 0.3 % from the
+    exact ones, move the attention of layer 1 by 6 %. The first layers only: further on single decisions have moved."""
     names = ("layers.0.attn_out", "layers.0.ffn_out", "layers.1.attn_out", "layers.1.ffn_out")
-    found, narrow = seen_in(runner, names), runner.weight_bytes
-    runner = loaded(wide, "bf16", load_format=load_format)
-    wanted = seen_in(runner, names)
-    assert narrow < runner.weight_bytes
-    for name in names:
-        errors = (found[name] - wanted[name]).norm(dim=1) / wanted[name].norm(dim=1)
-        print(f"{name}: median {errors.median():.2e}, most {errors.max():.2e}")
-        assert errors.median() < 5e-2, name
-    assert set(found) == set(names)
+    truth = seen_in(loaded(wide, "auto", "cpu"), names)
+    found = {form: seen_in(loaded(wide, form), names) for form in ("fp8", "bf16")}
+    assert all(set(seen) == set(names) for seen in (truth, *found.values()))
+
+    def median(values: Tensor, wanted: Tensor) -> float:
+        return float(((values - wanted).norm(dim=1) / wanted.norm(dim=1)).median())
+
+    far = {name: [median(found[form][name], truth[name]) for form in ("fp8", "bf16")] for name in names}
+    for name, (narrow, expanded) in far.items():
+        between = median(found["fp8"][name], found["bf16"][name])
+        print(f"{name}: from the reference fp8 {narrow:.2e}, bf16 {expanded:.2e}; between them {between:.2e}")
+    for name, (narrow, expanded) in far.items():
+        assert narrow <= 1.5 * expanded + 2**-9, name
 
 
 def test_an_engine_with_one_byte_weights_generates_like_one_with_bf16_weights(wide: Path) -> None:

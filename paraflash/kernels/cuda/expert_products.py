@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from paraflash.checkpoint.quant import QuantTensor
+from paraflash.kernels.cuda import tuning
 from paraflash.kernels.interface import Expert
 
 log = logging.getLogger("paraflash.kernels")
@@ -96,12 +97,11 @@ class HummingFp4:
     def _compile(self, rows: int) -> Tensor:
         """The kernel for about this many rows: a few sizes stand for all, since each costs a compilation."""
         from humming.kernel.humming import HummingKernel
-        from humming.tune import get_heuristics_config
 
         config, device = self.layer.humming_config, self.layer.weight.device
-        tuning = get_heuristics_config(config, rows, gemm_type="grouped_contiguous", device=device)
+        settings = json.dumps(tuning.grouped(config, rows, device))
         compute = json.dumps({"gemm_type": "grouped_contiguous"})
-        return HummingKernel.prepare_kernels(config.to_str(), compute, json.dumps(tuning), device)
+        return HummingKernel.prepare_kernels(config.to_str(), compute, settings, device)
 
 
 @dataclass

@@ -2,7 +2,7 @@
 
 Weight e4m3 [out, in] with a scale for 32x32 values -> the package's order with a scale for 1x32; x bf16 [T, in] ->
 [T, out]. The kernel expands a weight to bf16 on its way to the tensor cores, which is exact, and sums in fp32: the
-products are those of weights that were expanded at load, the order of the sum may differ.
+products are those of weights that were expanded at load, the order of the sum may differ. It is the same in every run.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ from torch import Tensor
 from paraflash.checkpoint.memory import ONE_BYTE_UNITS
 from paraflash.checkpoint.quant import QuantTensor
 from paraflash.checkpoint.tensors import BLOCK
+from paraflash.kernels.cuda import tuning
 
 # A product runs in the kernel that was tuned for the next larger of these numbers of rows.
 TUNED_ROWS = (8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192)
@@ -93,11 +94,10 @@ class Fp8Linear:
 def _compile(config: Any, device: torch.device) -> Tensor:
     """Kernels of one shape for all numbers of rows; the launcher picks by the rows of its input."""
     from humming.kernel.humming import HummingKernel
-    from humming.tune import get_heuristics_config
 
     tuned: list[tuple[int, int, Any]] = []  # above so many rows, up to so many rows, settings
     for rows in TUNED_ROWS:
-        settings = get_heuristics_config(config, rows, gemm_type="dense", device=device)
+        settings = tuning.dense(config, rows, device)
         first = tuned[-1][1] if tuned else 0
         if tuned and tuned[-1][2] == settings:
             first = tuned.pop()[0]
