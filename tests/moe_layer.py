@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
@@ -79,6 +80,7 @@ def compare(
     slow = at_once(mesh)
     layers = make_layer(mesh, width, dtype), make_layer(slow, width, dtype)
     captures = None if capture is None else capture(mesh.device)
+    held: list[Any] = []  # graphs of one pool: it must not be without one in between
     with torch.inference_mode():
         for counts in cases:
             draw = torch.Generator().manual_seed(100 + rank)
@@ -90,20 +92,27 @@ def compare(
             assert mesh.take_log() == slow.pcp.log, f"rank {rank}, {counts} rows"
             slow.pcp.log = []
             if captures is not None:
-                _compare_replayed(captures, lambda h, n=counts: output(layers[0], h, mesh.pcp, n), inputs, wanted)
+                run = partial(_thrice, lambda h, n=counts: output(layers[0], h, mesh.pcp, n))
+                held.append(_compare_replayed(captures, run, inputs, wanted))
                 mesh.take_log()
     assert set(mesh.pcp.seconds) == set(slow.pcp.seconds) == {"experts"}
-    del captures
+    del captures, held
     mesh.close()
 
 
+def _thrice(run: Callable[[Tensor], Tensor], h: Tensor) -> list[Tensor]:
+    """Layers one behind the other: the exchange of one must not touch what the next one uses."""
+    return [run(h) for _ in range(3)]
+
+
 def _compare_replayed(
-    capture: Callable[..., Any], run: Callable[[Tensor], Tensor], inputs: list[Tensor], wanted: list[Tensor]
-) -> None:
-    """Three layers one behind the other in one graph: the exchange of one must not touch what the next one uses."""
+    capture: Callable[..., Any], run: Callable[[Tensor], list[Tensor]], inputs: list[Tensor], wanted: list[Tensor]
+) -> Any:
+    """Replays of one captured call for every input; returns the graph's replay."""
     h = inputs[0].clone()
-    replay = capture(lambda: [run(h) for _ in range(3)])
+    replay = capture(lambda: run(h))
     for x, expected in zip(inputs, wanted, strict=True):
         h.copy_(x)
         for out in replay():
             assert torch.equal(out, expected), f"replayed: {(out - expected).abs().max()}"
+    return replay

@@ -194,7 +194,7 @@ def test_a_decode_step_exchanges_what_its_layers_store_in_one_gather(pcp):
         core.step()
         log = core.executor.call_all("collective_log")[0]
     layers = 10
-    assert Counter(entry.label for entry in log) == {"experts": 2 * layers, "outbox": 1, "sampled": 1}
+    assert Counter(entry.label for entry in log) == {"experts": 2 * layers, "outbox": 1, "sampled": 1, "logits": 1}
 
 
 def test_the_window_exchange_sends_a_fraction_of_a_full_gather():
