@@ -1,4 +1,4 @@
-"""The routed experts' products give the same bits every time, as they are and replayed: greedy decoding may rely on it."""
+"""The routed experts give the same bits every time, as they are and replayed: greedy decoding may rely on that."""
 
 from __future__ import annotations
 
