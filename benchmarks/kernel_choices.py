@@ -23,7 +23,7 @@ from functools import partial
 from itertools import product
 from pathlib import Path
 from typing import Any
-from unittest.mock import patch
+from unittest.mock import Mock, patch
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
@@ -86,7 +86,6 @@ def attention(rows: int, heads: int, entries: int) -> None:
         same = heads <= 32 and name == "nvfp4 direct/64"
         if same or (name == "fp8 paged" and packages.paged_attention is None):
             continue
-        attend.PAGED_ROWS, attend.DIRECT_ROWS, direct.BLOCK_HEADS = limit, limit, heads_at_once
         fmt, arena = kv_format(dtype, HEAD_DIM, ROPE, INDEX_DIM), None
         record = fmt.window
         if isinstance(fmt.latent, PlainRecord):
@@ -112,7 +111,9 @@ def attention(rows: int, heads: int, entries: int) -> None:
             q = torch.randn(rows, heads, HEAD_DIM, device="cuda", dtype=torch.bfloat16)
             slots = torch.randint(0, pages * entries, (rows, CHOSEN), device="cuda")
             calls.append(partial(once, kernels, q, slots, ring, pool, (prior, step_rows, window_index, sink)))
-        found[name] = seconds(calls)
+        direct_choices = {"pays": Mock(return_value=limit > 0), "heads_at_once": Mock(return_value=heads_at_once)}
+        with patch.object(attend, "PAGED_ROWS", limit), patch.multiple(direct, **direct_choices):
+            found[name] = seconds(calls)
     times = ", ".join(f"{name} {1e6 * t:7.1f} us" for name, t in found.items())
     print(f"{rows:4} rows, {heads:2} heads, pages of {entries}: {times}", flush=True)
 
@@ -121,7 +122,7 @@ def few_heads(rows: int, heads: int) -> None:
     from paraflash.cache.pool import Arena, RecordPool
     from paraflash.cache.records import PlainRecord, kv_format
     from paraflash.kernels.cuda import CudaKernels, attend
-    from paraflash.kernels.cuda import attention as kernels_of_attention
+    from paraflash.kernels.cuda import attention as attention_kernels
     from paraflash.kernels.cuda.packages import find_packages
 
     packages = find_packages()
@@ -143,9 +144,9 @@ def few_heads(rows: int, heads: int) -> None:
         keys = attend.WindowKeys(len(window), rows=window)
         calls.append(partial(kernels.attend, q, keys, window_index, pool, slots, sink, HEAD_DIM**-0.5))
     found = {}
-    for name, limit in (("triton", 0), ("padded flash", 1 << 30)):
-        with patch.object(kernels_of_attention, "FEW_ROWS", limit):
-            found[name] = seconds(calls)
+    with patch.object(attention_kernels, "flash_takes", return_value=False):
+        found["triton"] = seconds(calls)
+    found["padded flash"] = seconds(calls)
     times = ", ".join(f"{name} {1e6 * t:8.1f} us" for name, t in found.items())
     print(f"{rows:4} rows of a prompt, {heads:2} heads: {times}", flush=True)
 

@@ -16,6 +16,7 @@ if TYPE_CHECKING:
 
 FP8_LINEARS = "fp8_linears"  # a kind of `keep_quantized`: the FP8 tensors that `one_byte` names
 ONE_BYTE_UNITS = (128, 64)  # outputs and inputs of a one-byte product on a GPU come in multiples of these
+ONE_BYTE_OUTPUTS = 2048  # of a rank at least: fewer hold few bytes and leave most of a GPU idle (docs/performance.md)
 
 
 class NotEnoughMemory(MemoryError):
@@ -79,9 +80,12 @@ def _loaded_bytes(spec: TensorSpec, slices: Slices, itemsize: int, keep_quantize
 def one_byte(spec: TensorSpec, slices: Slices) -> bool:
     """Whether a rank's part of a tensor is an FP8 linear that can stay in one byte (kernels/cuda/fp8_linear.py).
 
-    Routed experts, the grouped output projection, other multiples and parts that cut a scale block cannot.
+    Routed experts, the grouped output projection, other multiples and parts that cut a scale block cannot; parts with
+    few outputs could, and do not.
     """
     if spec.dtype != "fp8" or spec.expert is not None or spec.grouped:
+        return False
+    if slices[0].stop - slices[0].start < ONE_BYTE_OUTPUTS:
         return False
     fits = (not (part.stop - part.start) % unit for part, unit in zip(slices, ONE_BYTE_UNITS, strict=True))
     return all(fits) and all(part.stop > part.start and not part.start % BLOCK for part in slices)

@@ -14,7 +14,7 @@ if not torch.cuda.is_available() or os.environ.get("TRITON_INTERPRET") == "1":
 
 from paraflash.cache.pool import RecordPool
 from paraflash.cache.records import kv_format
-from paraflash.kernels.cuda import CudaKernels, attend, direct, topk, topk_torch
+from paraflash.kernels.cuda import CudaKernels, direct, topk, topk_torch
 from paraflash.kernels.cuda.packages import Packages, find_packages
 from paraflash.kernels.reference import reference_kernels
 from tests.kernels import checks
@@ -55,10 +55,11 @@ def test_linears_match_the_reference(maker: Maker) -> None:
     checks.check_linears(BARE, maker, SIZES)
 
 
+@pytest.mark.parametrize("rows", [100, 300])
 @pytest.mark.parametrize("heads", [8, 16, 32, 64])
 @pytest.mark.parametrize("kernels", [BARE, FULL], ids=["triton", "packages"])
-def test_attention_matches_the_reference(maker: Maker, kernels: CudaKernels, heads: int) -> None:
-    checks.check_attention(kernels, maker, Sizes(rows=100, hidden=5120, heads=heads), arena=True)
+def test_attention_matches_the_reference(maker: Maker, kernels: CudaKernels, heads: int, rows: int) -> None:
+    checks.check_attention(kernels, maker, Sizes(rows=rows, hidden=5120, heads=heads), arena=True)
 
 
 @pytest.mark.parametrize("kernels", [BARE, FULL], ids=["triton", "packages"])
@@ -163,14 +164,14 @@ def test_decode_rows_on_nvfp4_records_match_the_reference(
 ) -> None:
     if heads_at_once > max(32, heads):
         pytest.skip("the same as with 32")
-    monkeypatch.setattr(direct, "BLOCK_HEADS", heads_at_once)
-    for limit in (64, 0):  # by the kernel that reads records, then over the workspace
-        monkeypatch.setattr(attend, "DIRECT_ROWS", limit)
+    monkeypatch.setattr(direct, "heads_at_once", lambda rows: heads_at_once)
+    for as_stored in (True, False):  # by the kernel that reads records, then over the workspace
+        monkeypatch.setattr(direct, "pays", lambda rows, heads, as_stored=as_stored: as_stored)
         for entries in (64, 32):
             checks.check_decode_rows(BARE, maker, Sizes(rows=rows, hidden=5120, heads=heads), entries, "nvfp4_ds_mla")
 
 
-@pytest.mark.parametrize("rows,heads", [(1, 64), (7, 16), (64, 64)])
+@pytest.mark.parametrize("rows,heads", [(1, 64), (7, 16), (16, 64), (64, 16)])
 def test_the_kernel_on_nvfp4_records_can_be_captured(maker: Maker, rows: int, heads: int) -> None:
     """A replay reads what is then in the tensors; a row without any key gives zeros."""
     fmt = kv_format("nvfp4_ds_mla", 512, 64, 128)

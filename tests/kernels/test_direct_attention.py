@@ -15,7 +15,7 @@ if os.environ.get("TRITON_INTERPRET") != "1":
 
 from paraflash.cache.pool import RecordPool
 from paraflash.cache.records import kv_format
-from paraflash.kernels.cuda import CudaKernels, attend, direct
+from paraflash.kernels.cuda import CudaKernels, direct
 from paraflash.kernels.cuda.packages import Packages
 from tests.kernels import checks
 from tests.kernels.cases import Maker, Sizes
@@ -78,11 +78,22 @@ def test_a_row_without_keys_is_zero(maker: Maker, taken: list[int], monkeypatch:
 def test_more_rows_and_other_records_are_decoded_into_a_workspace(
     maker: Maker, taken: list[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(attend, "DIRECT_ROWS", SIZES.rows - 1)
-    checks.check_stored_rows(KERNELS, maker, SIZES, "nvfp4_ds_mla")
-    monkeypatch.setattr(attend, "DIRECT_ROWS", SIZES.rows)
     checks.check_decode_rows(KERNELS, maker, SIZES, 32, "fp8_ds_mla")
+    monkeypatch.setattr(direct, "pays", lambda rows, heads: False)
+    checks.check_stored_rows(KERNELS, maker, SIZES, "nvfp4_ds_mla")
     assert not taken
+
+
+@pytest.mark.parametrize(
+    ("rows", "heads", "faster"),
+    [(1, 64, True), (16, 64, True), (17, 64, False), (16, 17, True), (17, 17, False), (256, 16, True), (257, 8, False)],
+)
+def test_records_are_read_as_stored_where_that_is_faster(rows: int, heads: int, faster: bool) -> None:
+    assert direct.pays(rows, heads) == faster
+
+
+def test_a_program_takes_all_64_heads_from_16_rows_on() -> None:
+    assert [direct.heads_at_once(rows) for rows in (1, 15, 16, 256)] == [32, 32, 64, 64]
 
 
 def test_every_code_is_read_exactly(maker: Maker) -> None:

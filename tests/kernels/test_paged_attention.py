@@ -103,16 +103,14 @@ def test_only_few_rows_of_its_own_record_go_to_the_paged_kernel(maker: Maker) ->
     ("rows", "heads", "taken"),
     [
         (1, 8, True),
-        (256, 16, True),
-        (257, 16, False),
-        (4096, 8, False),
-        (257, 17, True),
+        (4096, 8, True),
+        (257, 16, True),
         (4096, 64, True),
         (1, 65, False),
         (4096, 128, False),
     ],
 )
-def test_flash_takes_few_rows_of_any_heads_and_any_rows_of_many(rows: int, heads: int, taken: bool) -> None:
+def test_flash_takes_any_rows_of_up_to_64_heads(rows: int, heads: int, taken: bool) -> None:
     run = object()
     attention = attend.Attention(Packages(sparse_attention=run))  # type: ignore[arg-type]
     q = torch.empty(rows, heads, 512, dtype=torch.bfloat16, device="meta")

@@ -22,7 +22,6 @@ from paraflash.kernels.reference import attention as reference
 
 WORKSPACE_ROWS = 1 << 20  # rows decoded at a time: 1 GiB of bf16 at width 512
 PAGED_ROWS = 256  # queries up to which the paged kernel takes a step
-DIRECT_ROWS = 64  # queries up to which direct.py takes a step; not measured
 PAGED_RECORD = (512, 64, 584)  # channels, rope channels and bytes of what the paged kernel reads
 
 
@@ -92,7 +91,7 @@ class Attention:
             return reference.attend(q, keys.decoded(), window_index, pool, slots, sink, scale)
         if self._paged(q, keys, stored):
             return self._attend_pages(q, keys, window_index, pool, slots, sink, scale)
-        if len(q) <= DIRECT_ROWS and keys.page is not None and direct.fits(keys.page.record, stored, width):
+        if keys.page is not None and direct.fits(keys.page.record, stored, width) and direct.pays(*q.shape[:2]):
             return direct.attend(q, keys.page, window_index, pool, slots, sink, scale)
         if pool is None or slots is None:
             return self._attend_rows(q, keys.numbers(q), window_index, None, None, sink, scale)
@@ -106,9 +105,8 @@ class Attention:
         return attention.flash_attention(self._flash(q), q, pool.arena.rows, merged, lengths, sink, scale)
 
     def _flash(self, q: Tensor) -> Any:
-        """FlashMLA where it takes q and is the faster one, else None."""
-        fits = q.dtype == torch.bfloat16 and q.shape[2] == attention.FLASH_WIDTH
-        return self._packages.sparse_attention if fits and attention.flash_pays(*q.shape[:2]) else None
+        """FlashMLA where it is there and takes q, else None."""
+        return self._packages.sparse_attention if attention.flash_takes(q) else None
 
     def _paged(self, q: Tensor, keys: WindowKeys, stored: Record | None) -> bool:
         """Whether the paged kernel takes the step: a decode step, or another one as small."""

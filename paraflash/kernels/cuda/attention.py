@@ -2,7 +2,7 @@
 
 With FlashMLA (heads padded to 64) both lists are merged into one list of rows of one allocation, the cache's arena,
 in whose spare rows the step's window rows are laid; no key is gathered and none dequantised. The Triton kernel reads
-the two tensors where they are; it serves many rows of few heads, other widths, and installations without the package.
+the two tensors where they are; it serves other widths and dtypes, more heads, and installations without the package.
 """
 
 from __future__ import annotations
@@ -19,13 +19,11 @@ from paraflash.kernels.cuda.launch import ceil_div, kernel
 from paraflash.kernels.sizes import power_of_2
 
 FLASH_HEADS, FLASH_WIDTH, FLASH_KEYS = 64, 512, 128  # what FlashMLA takes: heads, channels, multiple of keys
-TRITON_HEADS = 16  # up to this many local heads Triton is the faster one where there are more rows than FEW_ROWS
-FEW_ROWS = 256  # up to so many rows FlashMLA is the faster one for any number of heads; more were not timed
 
 
-def flash_pays(rows: int, heads: int) -> bool:
-    """Whether FlashMLA with padded heads beats Triton for so many queries and local heads."""
-    return heads <= FLASH_HEADS and (heads > TRITON_HEADS or rows <= FEW_ROWS)
+def flash_takes(q: Tensor) -> bool:
+    """Whether FlashMLA takes q [T, H, d], its heads padded: on an H200 the faster one at any T, from 8 heads on."""
+    return q.dtype == torch.bfloat16 and q.shape[1] <= FLASH_HEADS and q.shape[2] == FLASH_WIDTH
 
 
 @kernel(do_not_specialize=("window_base", "slot_base"))

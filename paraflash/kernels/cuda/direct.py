@@ -20,9 +20,19 @@ from paraflash.kernels.cuda.records import Page, e2m1, e4m3, e8m0
 from paraflash.kernels.sizes import power_of_2
 
 PROGRAMS = 132  # what a step's work is shared out over at most, unless it has more rows: the SMs of an H200
-BLOCK_HEADS = (
-    32  # heads of a program, each of which decodes its keys; not measured. 64 spill registers, by the compiler
-)
+
+
+def pays(rows: int, heads: int) -> bool:
+    """Whether this beats decoding into a workspace for so many queries and local heads, as timed on an H200.
+
+    Each program decodes the keys of its heads anew, so that it loses once there are rows enough to fill the GPU.
+    """
+    return rows <= (256 if heads <= 16 else 16)
+
+
+def heads_at_once(rows: int) -> int:
+    """The most heads of a program, each of which decodes its keys: few where rows alone do not fill the GPU."""
+    return 32 if rows < 16 else 64
 
 
 def fits(window: Record, stored: Record | None, width: int) -> bool:
@@ -142,7 +152,7 @@ def attend(
     (-1: none) -> [T, H, d]. How the work is shared out follows from shapes alone."""
     rows, heads, width = q.shape
     exact = q.dtype == torch.float32
-    block = 16 if exact else min(BLOCK_HEADS, max(16, power_of_2(heads)))
+    block = 16 if exact else min(heads_at_once(rows), max(16, power_of_2(heads)))
     keys = 16 if exact or block == 64 else 32  # what registers hold
     w, k = window_index.shape[1], 0 if slots is None else slots.shape[1]
     blocks, every = ceil_div(heads, block), ceil_div(w, keys) + ceil_div(k, keys)
