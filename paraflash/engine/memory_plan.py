@@ -81,8 +81,13 @@ def plan_memory(
     shard = Shard(rank, config.tensor_parallel_size, config.world_size)
     expanded, packed = (rank_bytes(model, shard, 2, kinds) for kinds in (stored, (*stored, FP8_LINEARS)))
     length = min(config.max_model_len or model.max_position_embeddings, model.max_position_embeddings)
-    blocks = config.num_gpu_blocks_override or -(-length // config.block_size)
-    kv = config.kv_cache_memory_bytes or (blocks + 1) * block_bytes(model, fmt, config.block_size)
+    blocks, size = -(-length // config.block_size), block_bytes(model, fmt, config.block_size)
+    if config.num_gpu_blocks_override is not None:  # in this order, as the runner sizes the pool
+        kv = (config.num_gpu_blocks_override + 1) * size
+    elif config.kv_cache_memory_bytes is not None:
+        kv = min(config.kv_cache_memory_bytes, (slots * blocks + 1) * size)
+    else:
+        kv = (blocks + 1) * size
     topology = Topology(config.tensor_parallel_size, config.prefill_context_parallel_size)
     step = int(workspace_bytes(model, topology, config.max_num_batched_tokens, length)) + LONG_CONTEXT_BYTES
     on_device = not config.engram_config.get("cpu_offload", True) and config.load_format != "dummy"

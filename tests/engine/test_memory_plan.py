@@ -99,6 +99,10 @@ def test_the_plan_of_the_released_model() -> None:
 def test_what_was_asked_for_counts_as_kv_and_shared_out_engram_tables_count() -> None:
     assert released(kv_cache_memory_bytes=12345).kv == 12345
     assert released(num_gpu_blocks_override=9).kv == 10 * 64 * 2.5 * (1024 + 256)
+    both = released(num_gpu_blocks_override=9, kv_cache_memory_bytes=12345)
+    assert both.kv == 10 * 64 * 2.5 * (1024 + 256), "the pool has the blocks, whatever the bytes"
+    all_requests = 257 * 1024 + 1
+    assert released(kv_cache_memory_bytes=1 << 40).kv == all_requests * 64 * 2.5 * (1024 + 256), "more is never taken"
     assert released(max_model_len=None).kv == released(max_model_len=2**20).kv
     on_device = {"engram_config": {"cpu_offload": False}}
     assert released(**on_device).engram == (384006168 + 384016682 + 2) * 264
