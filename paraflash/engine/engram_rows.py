@@ -102,7 +102,6 @@ class EngramRows:
         places, size = [], 0
         for table in self.tables:
             sizes = (count * width for width in (table.row_bytes, table.scale_bytes))
-            sizes = (count * width for width in (table.row_bytes, table.scale_bytes))
             ends = [-(-n // ALIGNED) * ALIGNED for n in sizes]
             places.append((size, size + ends[0]))
             size += sum(ends)
