@@ -8,14 +8,11 @@ one `LayerSpec` per layer, so that nothing downstream has to look a role up agai
 from __future__ import annotations
 
 import json
-import math
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-
-class ConfigError(ValueError):
-    """A field of config.json is missing or wrong; the message names the field."""
+from paraflash.config.fields import ConfigError, Fields
 
 
 @dataclass(frozen=True)
@@ -120,59 +117,6 @@ class ModelConfig:
         return (self.engram_max_ngram - 1) * self.engram_heads
 
 
-class _Fields:
-    """Reads typed fields of one JSON object and names the field in every error."""
-
-    def __init__(self, data: dict[str, Any], where: str):
-        self.data, self.where = data, where
-
-    def _get(self, name: str, default: Any) -> Any:
-        if name in self.data and self.data[name] is not None:
-            return self.data[name]
-        if default is not None:
-            return default
-        raise ConfigError(f"{self.where}.{name} is missing")
-
-    def integer(self, name: str, default: int | None = None, low: int = 0) -> int:
-        value = self._get(name, default)
-        if isinstance(value, bool) or not isinstance(value, int) or value < low:
-            raise ConfigError(f"{self.where}.{name} is {value!r}; an integer of at least {low} is needed")
-        return value
-
-    def number(self, name: str, default: float | None = None, above: float | None = None) -> float:
-        """A finite number of at least 0, or above `above`."""
-        value = self._get(name, default)
-        number = not isinstance(value, bool) and isinstance(value, (int, float)) and math.isfinite(value)
-        if not number or not (value >= 0 if above is None else value > above):
-            needed = "of at least 0" if above is None else f"above {above:g}"
-            raise ConfigError(f"{self.where}.{name} is {value!r}; a number {needed} is needed")
-        return float(value)
-
-    def token(self, name: str, default: int, vocab_size: int) -> int:
-        value = self.integer(name, default)
-        if value >= vocab_size:
-            raise ConfigError(f"{self.where}.{name} is {value}; an id below vocab_size {vocab_size} is needed")
-        return value
-
-    def flag(self, name: str, default: bool) -> bool:
-        value = self._get(name, default)
-        if not isinstance(value, bool):
-            raise ConfigError(f"{self.where}.{name} is {value!r}; true or false is needed")
-        return value
-
-    def integers(self, name: str, default: list[int] | None = None) -> list[int]:
-        value = self._get(name, default)
-        if not isinstance(value, list) or any(isinstance(v, bool) or not isinstance(v, int) for v in value):
-            raise ConfigError(f"{self.where}.{name} is {value!r}; a list of integers is needed")
-        return value
-
-    def only(self, name: str, allowed: tuple[Any, ...], default: Any = None) -> Any:
-        value = self._get(name, default)
-        if value not in allowed or isinstance(value, bool) != isinstance(allowed[0], bool):
-            raise ConfigError(f"{self.where}.{name} is {value!r}; paraflash supports {', '.join(map(repr, allowed))}")
-        return value
-
-
 def _owner(sources: list[int], layer: int) -> int | None:
     """The largest source id that is not after `layer` (model.md 1.3)."""
     return max((s for s in sources if s <= layer), default=None)
@@ -186,7 +130,7 @@ def _check_sources(name: str, sources: list[int], ratios: list[int]) -> None:
             raise ConfigError(f"text_config.{name} names layer {s}, which is no layer with compress ratio 1 or 2")
 
 
-def _layer_specs(text: _Fields, num_layers: int, engram_layers: list[int]) -> tuple[LayerSpec, ...]:
+def _layer_specs(text: Fields, num_layers: int, engram_layers: list[int]) -> tuple[LayerSpec, ...]:
     ratios = text.integers("compress_ratios")
     if len(ratios) < num_layers:
         raise ConfigError(f"text_config.compress_ratios has {len(ratios)} entries for {num_layers} layers")
@@ -196,7 +140,7 @@ def _layer_specs(text: _Fields, num_layers: int, engram_layers: list[int]) -> tu
     kv_sources, index_sources = text.integers("kv_source_layer_ids"), text.integers("index_source_layer_ids")
     _check_sources("kv_source_layer_ids", kv_sources, ratios)
     _check_sources("index_source_layer_ids", index_sources, ratios)
-    candidate = text._get("candidate_source_layer_id", -1)
+    candidate = text.get("candidate_source_layer_id", -1)
     if isinstance(candidate, bool) or not isinstance(candidate, int):
         raise ConfigError(f"text_config.candidate_source_layer_id is {candidate!r}; an integer is needed")
     if candidate >= 0 and candidate not in index_sources:
@@ -240,7 +184,7 @@ def _layer_specs(text: _Fields, num_layers: int, engram_layers: list[int]) -> tu
     return tuple(specs)
 
 
-def _eos_tokens(text: _Fields, vocab_size: int) -> tuple[int, ...]:
+def _eos_tokens(text: Fields, vocab_size: int) -> tuple[int, ...]:
     """One id or a list of them."""
     if not isinstance(text.data.get("eos_token_id"), list):
         return (text.token("eos_token_id", 1, vocab_size),)
@@ -256,7 +200,7 @@ def _quant_spec(data: dict[str, Any]) -> QuantSpec | None:
         return None
     if not isinstance(raw, dict):
         raise ConfigError(f"quantization_config is {raw!r}; an object is needed")
-    q = _Fields(raw, "quantization_config")
+    q = Fields(raw, "quantization_config")
     q.only("quant_method", ("fp8",))
     q.only("scale_fmt", ("ue8m0",), "ue8m0")
     block = q.integers("weight_block_size")
@@ -265,7 +209,7 @@ def _quant_spec(data: dict[str, Any]) -> QuantSpec | None:
     return QuantSpec(fp4_experts=q.only("expert_dtype", ("fp4", "fp8"), "fp4") == "fp4")
 
 
-def _compress_rope(text: _Fields) -> RopeSpec:
+def _compress_rope(text: Fields) -> RopeSpec:
     theta = text.number("compress_rope_theta", above=1)
     raw = text.data.get("rope_scaling")
     if raw is None:
@@ -273,7 +217,7 @@ def _compress_rope(text: _Fields) -> RopeSpec:
     if not isinstance(raw, dict):
         raise ConfigError(f"text_config.rope_scaling is {raw!r}; an object is needed")
     # Some copies spell the key "type".
-    scaling = _Fields({**raw, "rope_type": raw.get("rope_type", raw.get("type"))}, "text_config.rope_scaling")
+    scaling = Fields({**raw, "rope_type": raw.get("rope_type", raw.get("type"))}, "text_config.rope_scaling")
     scaling.only("rope_type", ("yarn",))
     return RopeSpec(
         theta=theta,
@@ -288,7 +232,7 @@ def parse_config(data: dict[str, Any]) -> ModelConfig:
     """Turns a decoded config.json into a `ModelConfig`; raises `ConfigError` naming the first bad field."""
     if not isinstance(data, dict):
         raise ConfigError("config.json must hold one JSON object")
-    top = _Fields(data, "config.json")
+    top = Fields(data, "config.json")
     top.only("model_type", ("deepseek_v41", "deepseek_v41_text"))
     if "text_config" in data and not isinstance(data["text_config"], dict):
         raise ConfigError("config.json.text_config must be an object")
@@ -297,7 +241,7 @@ def parse_config(data: dict[str, Any]) -> ModelConfig:
         **data.get("text_config", {}),
         **{k: v for k, v in data.items() if k not in ("text_config", "model_type")},
     }
-    text = _Fields(merged, "text_config")
+    text = Fields(merged, "text_config")
 
     num_layers = text.integer("num_hidden_layers", low=1)
     engram_layers = text.integers("engram_layer_ids", [])

@@ -282,13 +282,13 @@ def test_another_model_or_no_object_is_refused() -> None:
 
 def test_every_field_that_is_read_is_tried_by_a_test(monkeypatch: pytest.MonkeyPatch) -> None:
     read = set()
-    get = module._Fields._get
+    get = module.Fields.get
 
     def recording(self: Any, name: str, default: Any) -> Any:
         read.add(name)
         return get(self, name, default)
 
-    monkeypatch.setattr(module._Fields, "_get", recording)
+    monkeypatch.setattr(module.Fields, "get", recording)
     parse_config(RELEASED)
     more = {"gate_temp", "candidate_source_layer_id", "model_type"}
     assert read == {*INTEGERS, *NUMBERS, *LISTS, *TOKENS, *FIXED, *SCALING, *QUANT, *more}
