@@ -83,7 +83,7 @@ def resolve(config: EngineConfig, model: ModelConfig) -> EngineConfig:
         kv_cache_dtype=_kv_cache_dtype(config, dtype),
         max_num_batched_tokens=config.max_num_batched_tokens or (8192 if cuda else 2048),
         max_num_seqs=config.max_num_seqs or (256 if cuda else 64),
-        async_scheduling=bool(config.async_scheduling),
+        async_scheduling=_runs_ahead(config),
     )
     _check_widths(config, model)
     return _choose_backends(_choose_dense_weights(config, model))
@@ -101,6 +101,13 @@ def fit_to_pool(config: EngineConfig, model: ModelConfig, num_blocks: int) -> En
             capacity,
         )
     return config
+
+
+def _runs_ahead(config: EngineConfig) -> bool:
+    if config.async_scheduling and config.check_caches:
+        logger.warning("--async-scheduling is off: --check-caches looks at the caches between steps")
+        return False
+    return bool(config.async_scheduling)
 
 
 def _named(items: Iterable[Any]) -> str:

@@ -62,7 +62,6 @@ class EngineCore:
         self._timings: defaultdict[str, float] = defaultdict(float)
         self._steps = 0
         self._sent: deque[StepInput] = deque()  # steps in flight between calls: none, or the one made ahead
-        self._runs_ahead = bool(self.config.async_scheduling) and not self.config.check_caches  # which looks in between
 
     def add_request(
         self,
@@ -127,7 +126,7 @@ class EngineCore:
             if self.scheduler.has_unfinished():
                 raise RuntimeError("requests are unfinished, but no step can be made of them")
             return []
-        output = self._run_ahead(step, sent) if self._runs_ahead else self.executor.execute(step)
+        output = self._run_ahead(step, sent) if self.config.async_scheduling else self.executor.execute(step)
         deltas = self.scheduler.update(step, output)
         while self._sent and not self.scheduler.has_unfinished():  # it has rows of requests that have ended, no others
             self.scheduler.update(self._sent.popleft(), self.executor.receive())

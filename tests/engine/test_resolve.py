@@ -51,6 +51,13 @@ def test_scheduling_ahead_is_off_unless_asked_for(model: ModelConfig) -> None:
     assert resolve(cpu(async_scheduling=True), model).async_scheduling is True
 
 
+def test_scheduling_ahead_is_off_with_a_word_where_caches_are_looked_at_between_steps(
+    model: ModelConfig, caplog: pytest.LogCaptureFixture
+) -> None:
+    assert resolve(cpu(async_scheduling=True, check_caches=True), model).async_scheduling is False
+    assert "--async-scheduling is off: --check-caches" in caplog.text
+
+
 def test_bounded_replay_is_on_unless_results_are_to_be_exact(model: ModelConfig) -> None:
     assert resolve(cpu(), model).swa_bounded_replay is True
     assert resolve(cpu(dtype="float32"), model).swa_bounded_replay is False
