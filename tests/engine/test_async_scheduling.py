@@ -14,6 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from in_process import local_engine
 from random_models import random_text_config, write_model
+from test_graphs import counts_of, engine_of
 
 from paraflash.config.engine import EngineConfig
 from paraflash.engine.engine import EngineCore
@@ -234,6 +235,25 @@ def test_an_engine_gives_the_same_tokens(seed: int, tp: int, pcp: int, tmp_path:
         steps = core.executor.steps
         assert sum(bool(step.columns.pending()) for step in steps) > len(steps) // 4
         assert not core._sent and core.scheduler.pool.num_free == core.scheduler.pool.capacity
+
+
+@pytest.mark.parametrize(("seed", "pcp", "seats"), [(604, 1, 1), (608, 2, 4), (606, 3, 2)])
+def test_recorded_passes_take_the_tokens_that_a_step_left_open(seed: int, pcp: int, seats: int, tmp_path: Path) -> None:
+    write_model(tmp_path, random_text_config(seed, 1, pcp), seed)
+    options: dict[str, Any] = {
+        "max_num_seqs": seats,
+        "num_gpu_blocks_override": 6,
+        "enable_prefix_caching": True,
+        "check_caches": False,
+    }
+    with local_engine(tmp_path, 1, pcp, **options) as core:
+        wanted = generate(core, seed)
+    with engine_of(tmp_path, 1, pcp, async_scheduling=True, **options) as core:
+        check_same(generate(core, seed), wanted)
+        counts_of(core)  # all ranks record and replay the same steps
+        launched = zip(core.executor.steps, core.executor.runners[0].launches, strict=True)
+        assert sum(bool(step.columns.pending()) and pass_number > 0 for step, pass_number in launched) > 2
+        assert core.scheduler.pool.num_free == core.scheduler.pool.capacity
 
 
 @pytest.mark.parametrize(("tp", "pcp"), [(1, 1), (2, 1), (1, 2)])
