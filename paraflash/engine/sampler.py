@@ -28,16 +28,11 @@ class BadLogits(RuntimeError):
 
 
 def sample(logits: Tensor, specs: Sequence[SampleSpec], vocab_size: int) -> list[Sampled]:
-    """Chooses one token per row.
+    """Chooses one token per row. Without rules on single tokens the host waits for the device once: for the tokens,
+    the best logits and what else is reported.
 
     logits: float32 [n, V] with V >= vocab_size, not changed; columns past vocab_size are padding. Raises `BadLogits`.
     """
-    return start_sample(logits, specs, vocab_size)()
-
-
-def start_sample(logits: Tensor, specs: Sequence[SampleSpec], vocab_size: int) -> Callable[[], list[Sampled]]:
-    """As `sample`, which the result finishes. Without rules on single tokens the host does not wait until then, and
-    then once: for the tokens, the best logits and what else is reported."""
     raw = logits[:, :vocab_size]
     scores, ruled = raw, [(i, spec) for i, spec in enumerate(specs) if _changes_scores(spec)]
     if ruled:
@@ -53,15 +48,10 @@ def start_sample(logits: Tensor, specs: Sequence[SampleSpec], vocab_size: int) -
     tops = [specs[i].logprobs or 0 for i in wanted]
     rows = _rows_index(wanted, len(specs), raw.device)
     reported = _measure(_at(raw, rows), _at(tokens, rows), max(tops)) if wanted else []
-    fetched = _fetch([tokens, best, *reported])
-
-    def finish() -> list[Sampled]:
-        ids, best, *numbers = fetched()
-        _refuse_broken(best)
-        found = dict(zip(wanted, _report(numbers, tops), strict=True)) if wanted else {}
-        return [Sampled(token, found.get(i)) for i, token in enumerate(ids.tolist())]
-
-    return finish
+    ids, best, *numbers = _fetch([tokens, best, *reported])
+    _refuse_broken(best)
+    found = dict(zip(wanted, _report(numbers, tops), strict=True)) if wanted else {}
+    return [Sampled(token, found.get(i)) for i, token in enumerate(ids.tolist())]
 
 
 def _on_rows(
@@ -85,24 +75,19 @@ def _at(x: Tensor, rows: Tensor | None) -> Tensor:
     return x if rows is None else x.index_select(0, rows)
 
 
-def _fetch(tensors: list[Tensor]) -> Callable[[], list[Tensor]]:
-    """Begins to copy tensors to the host; the result waits for them."""
+def _fetch(tensors: list[Tensor]) -> list[Tensor]:
+    """Copies on the host, for which it waits once."""
     if not tensors[0].is_cuda:
-        return lambda: tensors
+        return tensors
     on_host = [x.to("cpu", non_blocking=True) for x in tensors]
-    arrived = torch.cuda.current_stream(tensors[0].device).record_event()
-
-    def wait() -> list[Tensor]:
-        arrived.synchronize()
-        return on_host
-
-    return wait
+    torch.cuda.current_stream(tensors[0].device).record_event().synchronize()
+    return on_host
 
 
 def prompt_logprobs(logits: Tensor, targets: Tensor, top: int) -> list[TokenLogprobs]:
     """Log-probabilities of given tokens: float32 [n, V] and int64 [n] -> one entry per row with `top` best ids."""
     check_finite(logits)
-    return _report(_fetch(_measure(logits, targets, top))(), [top] * len(logits)) if len(logits) else []
+    return _report(_fetch(_measure(logits, targets, top)), [top] * len(logits)) if len(logits) else []
 
 
 def check_finite(logits: Tensor) -> None:
@@ -203,7 +188,7 @@ def _draw(scores: Tensor, specs: Sequence[SampleSpec]) -> Tensor:
         rows = _rows_index(cut, len(specs), device)
         kept = _cut_tail(*(_at(x, rows) for x in (scores, top_k, top_p)))
         scores = kept if rows is None else scores.index_copy(0, rows, kept)
-    return (scores.double() + _noise(seeds, steps, vocab)).argmax(dim=-1)
+    return (scores.double() + gumbel_noise(seeds, steps, vocab)).argmax(dim=-1)
 
 
 def _cut_tail(scores: Tensor, top_k: Tensor, top_p: Tensor) -> Tensor:
@@ -218,14 +203,11 @@ def _cut_tail(scores: Tensor, top_k: Tensor, top_p: Tensor) -> Tensor:
     return torch.empty_like(scores).scatter_(1, ids, ordered.masked_fill(drop, NEVER))
 
 
-def gumbel_noise(specs: Sequence[SampleSpec], vocab: int) -> Tensor:
-    """float64 [n, vocab] standard Gumbel noise: element (i, t) is a hash of (specs[i].seed, specs[i].step, t)."""
-    numbers = torch.tensor([[_int64(spec.seed), spec.step] for spec in specs])
-    return _noise(numbers[:, :1], numbers[:, 1:], vocab)
+def gumbel_noise(seeds: Tensor, steps: Tensor, vocab: int) -> Tensor:
+    """float64 [n, vocab] standard Gumbel noise, a hash of seed, step (int64 [n, 1]) and token id.
 
-
-def _noise(seeds: Tensor, steps: Tensor, vocab: int) -> Tensor:
-    """seeds, steps int64 [n, 1]. Each row is a SplitMix64 stream that starts at a hash of seed and step."""
+    Each row is a SplitMix64 stream that starts at a hash of seed and step.
+    """
     start = _mix(_mix(seeds + _GOLDEN) ^ (steps * _GOLDEN))
     bits = _mix(start + torch.arange(1, vocab + 1, device=seeds.device) * _GOLDEN)
     uniform = (_shift(bits, 11).double() + 0.5) * 2.0**-53  # in (0, 1), both ends excluded

@@ -104,9 +104,10 @@ def test_a_row_draws_the_same_token_in_any_batch(specs: list[SampleSpec]) -> Non
 
 
 def test_the_noise_depends_on_seed_step_and_token_and_is_fixed_for_all_time() -> None:
-    noise = gumbel_noise([SampleSpec(seed=1), SampleSpec(seed=2), SampleSpec(seed=1, step=1)], 1000)
+    seeds, steps = torch.tensor([[1], [2], [1]]), torch.tensor([[0], [0], [1]])
+    noise = gumbel_noise(seeds, steps, 1000)
     assert len(noise.flatten().unique()) == 3000
-    assert torch.equal(noise[0, :10], gumbel_noise([SampleSpec(seed=1)], 10)[0])
+    assert torch.equal(noise[0, :10], gumbel_noise(seeds[:1], steps[:1], 10)[0])
     # Seeded text must stay the same from one release to the next.
     assert noise[0, :3].tolist() == pytest.approx(PINNED, abs=1e-12)
     correlation = torch.corrcoef(noise)
