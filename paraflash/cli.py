@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import importlib
 import sys
 
@@ -28,10 +27,9 @@ def main(argv: list[str] | None = None) -> int:
 def _run(argv: list[str] | None) -> int:
     argv = sys.argv[1:] if argv is None else argv
     from paraflash import __version__
+    from paraflash.arguments import CommandParser
 
-    parser = argparse.ArgumentParser(
-        prog="paraflash", description="Serve DeepSeek-V4.1-Flash with prefill context parallelism."
-    )
+    parser = CommandParser(prog="paraflash", description="Serve DeepSeek-V4.1-Flash with prefill context parallelism.")
     parser.add_argument("--version", action="version", version=f"paraflash {__version__}")
     commands = parser.add_subparsers(dest="command", metavar="COMMAND", required=True)
     chosen = next((word for word in argv if not word.startswith("-")), None)

@@ -29,8 +29,8 @@ def _tolerance(text: str) -> tuple[float, bool]:
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("url_a", metavar="URL_A")
-    parser.add_argument("url_b", metavar="URL_B")
+    parser.add_argument("url_a", metavar="URL_A", help="root of one server, e.g. http://127.0.0.1:8001")
+    parser.add_argument("url_b", metavar="URL_B", help="root of the other")
     parser.add_argument(
         "--prompts", type=Path, help="text lines, or .jsonl with prompt or question; default: random ids"
     )
@@ -38,10 +38,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--num-prompts", type=count_from(1), default=16, help="random prompts, or most lines of --prompts"
     )
     parser.add_argument("--input-len", type=count_from(1), default=128, help="tokens of a random prompt")
-    parser.add_argument("--max-tokens", type=count_from(1), default=64)
+    parser.add_argument("--max-tokens", type=count_from(1), default=64, help="most tokens of an answer")
     parser.add_argument("--logprobs", type=count_from(1), default=5, help="alternatives to ask for at each token")
-    parser.add_argument("--ignore-eos", action="store_true")
-    parser.add_argument("--seed", type=count_from(0), default=0)
+    parser.add_argument("--ignore-eos", action="store_true", help="always generate that many")
+    parser.add_argument("--seed", type=count_from(0), default=0, help="of the random prompts")
     parser.add_argument("--concurrency", type=count_from(1), default=1, help="prompts in flight at each server")
     parser.add_argument("--model", help="default: the first of each server's /v1/models")
     parser.add_argument("--api-key", default=os.environ.get("OPENAI_API_KEY"), help="default: OPENAI_API_KEY")
@@ -51,7 +51,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--extra-body", type=json_object, default={}, metavar="JSON", help="further fields of each request"
     )
     parser.add_argument(
-        "--max-different", type=_tolerance, default=(0, False), metavar="N or N%", help="outputs that may differ (0)"
+        "--max-different",
+        type=_tolerance,
+        default=(0, False),
+        metavar="N or N%",
+        help="outputs that may differ (default 0)",
     )
     parser.add_argument("--output", type=Path, metavar="FILE", help="write every comparison as JSON")
 

@@ -26,7 +26,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--url", action="append", required=True, metavar="[NAME=]URL", help="a server; repeat it for several topologies"
     )
-    parser.add_argument("--endpoint", choices=["chat", "completions"], default="chat")
+    parser.add_argument("--endpoint", choices=["chat", "completions"], default="chat", help="how it is asked")
     parser.add_argument("--model", help="default: the first of each server's /v1/models")
     parser.add_argument("--api-key", default=os.environ.get("OPENAI_API_KEY"), help="default: OPENAI_API_KEY")
     parser.add_argument("--num-shots", type=count_from(0), default=4, help="worked examples in each prompt")
@@ -34,7 +34,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--shots-file", type=Path, help="records to take them from; default: FILE, which then lacks them"
     )
     parser.add_argument("--limit", type=count_from(1), help="only the first so many records")
-    parser.add_argument("--max-tokens", type=count_from(1), default=1024)
+    parser.add_argument("--max-tokens", type=count_from(1), default=1024, help="most tokens of a reply")
     parser.add_argument("--temperature", type=float, default=0.0)
     parser.add_argument("--top-p", type=float)
     parser.add_argument("--seed", type=count_from(0), default=0, help="of the choice of examples and of the sampling")

@@ -33,10 +33,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
     parser.add_argument("--model", required=True, help="folder with a config.json; weights are random")
     parser.add_argument("--hf-overrides", type=json_object, default={}, help="JSON merged into config.json")
-    parser.add_argument("--tensor-parallel-size", "-tp", type=int, default=1)
-    parser.add_argument("--prefill-context-parallel-size", "-pcp", type=int, default=1)
+    parser.add_argument("--tensor-parallel-size", "-tp", type=int, default=1, help="of the topology")
+    parser.add_argument("--prefill-context-parallel-size", "-pcp", type=int, default=1, help="of the topology")
     parser.add_argument("--rank", type=int, default=0, help="whose share runs")
-    parser.add_argument("--moe-backend", default="auto")
+    parser.add_argument("--moe-backend", default="auto", help="as of paraflash serve")
     parser.add_argument(
         "--kv-cache-dtype", default="bfloat16", choices=("bfloat16", "fp8_ds_mla", "nvfp4_ds_mla"), help="cache records"
     )

@@ -40,14 +40,18 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--topologies", nargs="+", metavar="NAME", help="e.g. tp8 tp4pcp2 tp2pcp4; the first is the base"
     )
     which.add_argument("--world", type=count_from(1), metavar="N", help="every TP x PCP split of N ranks")
-    parser.add_argument("--input-lens", type=count_from(1), nargs="+", default=[8192, 16384, 32768], metavar="N")
-    parser.add_argument("--concurrencies", type=count_from(1), nargs="+", default=[1, 4, 8], metavar="N")
+    parser.add_argument(
+        "--input-lens", type=count_from(1), nargs="+", default=[8192, 16384, 32768], metavar="N", help="prompt lengths"
+    )
+    parser.add_argument(
+        "--concurrencies", type=count_from(1), nargs="+", default=[1, 4, 8], metavar="N", help="requests in flight"
+    )
     parser.add_argument("--output-len", type=count_from(1), default=1, help="tokens; 1 measures the prefill alone")
     parser.add_argument("--warmup-waves", type=count_from(0), default=1, help="waves before each cell, not counted")
     parser.add_argument(
         "--waves", type=count_from(1), default=4, help="measured waves of a cell, as many requests as its concurrency"
     )
-    parser.add_argument("--seed", type=count_from(0), default=0)
+    parser.add_argument("--seed", type=count_from(0), default=0, help="of the prompts")
     parser.add_argument("--tokenizer", help="model folder or tokenizer.json to take token ids from")
     parser.add_argument("--vocab-size", type=count_from(10), help="draw ids from a vocabulary of this size")
     parser.add_argument(

@@ -62,7 +62,8 @@ def _flag(name: str) -> str:
 
 
 def add_engine_flags(parser: argparse.ArgumentParser) -> None:
-    """Adds the positional MODEL and all engine flags."""
+    """Adds the positional MODEL and all engine flags; usage lines do not list them, --help does, in groups."""
+    parser.usage = "%(prog)s [-h] MODEL [flags]"
     parser.add_argument(
         "model", metavar="MODEL", help="folder of the checkpoint (config.json, *.safetensors, tokenizer.json)"
     )
@@ -72,7 +73,7 @@ def add_engine_flags(parser: argparse.ArgumentParser) -> None:
     _value(parallel, "pipeline_parallel_size", int, "only 1 is supported", "-pp")
     _value(parallel, "data_parallel_size", int, "only 1 is supported", "-dp")
     _value(parallel, "decode_context_parallel_size", int, "only 1 is supported", "-dcp")
-    _switch(parallel, "enable_expert_parallel", "shard the routed experts over all ranks", "-ep")
+    _switch(parallel, "enable_expert_parallel", "has no effect: whole experts are always spread over all ranks", "-ep")
     _value(parallel, "all2all_backend", str, "exchange of the experts")
 
     model = parser.add_argument_group("model and kernels")
@@ -88,8 +89,13 @@ def add_engine_flags(parser: argparse.ArgumentParser) -> None:
         'JSON object; {"cpu_offload": false} keeps the tables on the devices, split over TP',
         metavar="JSON",
     )
-    _value(model, "attention_backend", str, "attention kernels")
-    _value(model, "moe_backend", str, "kernels of the routed experts")
+    _value(model, "attention_backend", str, "vLLM's name of this model's kernels, FLASHMLA_SPARSE_DSV41, means auto")
+    _value(
+        model,
+        "moe_backend",
+        str,
+        "kernels of the routed experts on a GPU: auto, humming, humming_fp8, triton; marlin means humming",
+    )
     _value(
         model,
         "dense_weights",

@@ -35,7 +35,8 @@ TERM_TITLES = {
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("model", nargs="?", metavar="MODEL_OR_CONFIG", help="model folder, or a config.json")
     parser.add_argument(
-        "--gpu", help="GPU type of the hardware file: H20, H100, H200, B200, or one you calibrated (default H20)"
+        "--gpu",
+        help="entry of the hardware file: H20, H20-141GB, H100, H200, H200-x2, B200 or your own (default H20)",
     )
     parser.add_argument("--num-gpus", type=int, default=8, help="GPUs of the instance (default 8)")
     parser.add_argument("--input-len", type=int, default=32768, help="tokens of a prompt (default 32768)")
@@ -52,7 +53,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         choices=("auto", "bfloat16", "fp8_ds_mla", "nvfp4_ds_mla"),
         help="auto is bfloat16",
     )
-    parser.add_argument("--gpu-memory-utilization", type=float, default=0.92)
+    parser.add_argument(
+        "--gpu-memory-utilization", type=float, default=0.92, help="share of GPU memory for weights and KV"
+    )
     parser.add_argument(
         "--dense-weights",
         default="auto",

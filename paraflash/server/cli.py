@@ -1,13 +1,12 @@
 """`paraflash serve MODEL`: the server's own flags, vLLM's names for things that are always so here, and the start.
 
-Engine flags are added by `paraflash.engine.flags`. A flag that nobody knows ends with the closest one that exists.
+Engine flags are added by `paraflash.engine.flags`.
 """
 
 from __future__ import annotations
 
 import argparse
 import asyncio
-import difflib
 import logging
 import os
 import sys
@@ -140,31 +139,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         else:
             fixed.add_argument(flag, type=option.kind, default=argparse.SUPPRESS, help=option.reason)
     parser.set_defaults(log_level="info")
-    _suggest_flags(parser)
-
-
-def _suggest_flags(parser: argparse.ArgumentParser) -> None:
-    """Accepts --max_model_len for --max-model-len, as vLLM does, and names the closest flag for an unknown one."""
-    parse = parser.parse_known_args
-
-    def parse_known_args(args: Any = None, namespace: Any = None) -> Any:
-        spelled = [_dashes(word) for word in (sys.argv[1:] if args is None else args)]
-        found, unknown = parse(spelled, namespace)
-        for word in unknown:
-            if word.startswith("-"):
-                flags = [flag for action in parser._actions for flag in action.option_strings]
-                close = difflib.get_close_matches(word.partition("=")[0], flags, n=1, cutoff=0.6)
-                parser.error(f"unknown flag {word}" + (f"; did you mean {close[0]}?" if close else ""))
-        return found, unknown
-
-    parser.parse_known_args = parse_known_args  # type: ignore[method-assign]
-
-
-def _dashes(word: str) -> str:
-    if not word.startswith("--"):
-        return word
-    name, equals, value = word.partition("=")
-    return name.replace("_", "-") + equals + value
 
 
 def check_fixed(given: dict[str, Any]) -> None:

@@ -8,13 +8,14 @@ from typing import Any
 import pytest
 from running_server import SCRIPTED, RunningServer
 
+from paraflash.arguments import CommandParser
 from paraflash.config.engine import Refused
 from paraflash.engine.flags import engine_config
 from paraflash.server.cli import FIXED, add_arguments, api_keys, check_fixed
 
 
 def parse(*words: str) -> argparse.Namespace:
-    parser = argparse.ArgumentParser()
+    parser = CommandParser()
     add_arguments(parser)
     return parser.parse_args(["folder", *words])
 
