@@ -332,7 +332,7 @@ def load_raw_config(folder: str | Path, overrides: dict[str, Any] | None = None)
     try:
         data = json.loads(path.read_text(encoding="utf-8"))
     except (FileNotFoundError, NotADirectoryError):
-        raise ConfigError(f"{path} does not exist; a model folder needs a config.json") from None
+        raise ConfigError(f"{path} does not exist; a model is a local folder that has one") from None
     except OSError as error:
         raise ConfigError(f"{path} cannot be read: {error.strerror}") from None
     except (json.JSONDecodeError, UnicodeDecodeError) as error:

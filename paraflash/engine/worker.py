@@ -64,7 +64,11 @@ def main(spec: WorkerSpec, pipe: Connection, lifeline: Connection, progress: Any
     _die_with_parent(lifeline, from_fork_server)
     stacks = open(spec.stack_file(), "w")  # noqa: SIM115  (open for as long as the process lives)
     faulthandler.register(signal.SIGUSR1, file=stacks, all_threads=True)
-    logging.basicConfig(level=spec.log_level, format=f"%(levelname)s %(asctime)s rank {spec.rank}: %(message)s")
+    logging.basicConfig(
+        level=spec.log_level,
+        format=f"%(levelname)s %(asctime)s rank {spec.rank}: %(message)s",
+        datefmt="%m-%d %H:%M:%S",
+    )
     _send(pipe, "ok", "hello")
     try:
         runner, mesh = _start(spec, progress)
