@@ -11,7 +11,7 @@ import torch
 if os.environ.get("TRITON_INTERPRET") != "1" and not torch.cuda.is_available():
     pytest.skip("needs a GPU or TRITON_INTERPRET=1", allow_module_level=True)
 
-from training import model, sinkhorn, streams
+from training import attention, sinkhorn, streams
 from training.fused import Gated, Scores, Softmax, Turn
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -41,13 +41,13 @@ def test_softmax(far: int, shared_mask: bool) -> None:
         score = _random(2, 24, 2, far)
         _compare(
             lambda n, s, f: Softmax.apply(n, f, allowed, s),
-            lambda n, s, f: model.softmax(n, f, allowed, s),
+            lambda n, s, f: attention.softmax(n, f, allowed, s),
             (near, sink, score),
         )
     else:
         _compare(
             lambda n, s: Softmax.apply(n, None, None, s)[0],
-            lambda n, s: model.softmax(n, None, None, s)[0],
+            lambda n, s: attention.softmax(n, None, None, s)[0],
             (near, sink),
         )
 
@@ -57,7 +57,7 @@ def test_turn(shape: tuple[int, ...], sign: float, monkeypatch) -> None:
     angle = torch.randn(5, 8, device=DEVICE)
     turn = (angle.cos(), angle.sin())
     monkeypatch.setattr(model, "fused", lambda x: False)
-    _compare(lambda x: Turn.apply(x, *turn, sign), lambda x: model.rotate(x, turn, sign), (_random(*shape),))
+    _compare(lambda x: Turn.apply(x, *turn, sign), lambda x: attention.rotate(x, turn, sign), (_random(*shape),))
 
 
 @pytest.mark.parametrize("ratio", [1, 2])

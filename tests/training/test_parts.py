@@ -13,8 +13,9 @@ from tokenizers import Tokenizer
 from paraflash import formats as engine
 from paraflash.checkpoint.quant import fp8_block_dequant, fp8_block_quant
 from training import problems, rounding, tasks, testset
+from training.attention import largest
 from training.data import Shape, batches
-from training.model import Miniature, largest
+from training.model import Miniature
 from training.optimiser import orthogonalise
 from training.sinkhorn import backward_reference, forward_reference
 from training.train import Trainer, judged, prepare, schedule
