@@ -56,7 +56,7 @@ def test_softmax(far: int, shared_mask: bool) -> None:
 def test_turn(shape: tuple[int, ...], sign: float, monkeypatch) -> None:
     angle = torch.randn(5, 8, device=DEVICE)
     turn = (angle.cos(), angle.sin())
-    monkeypatch.setattr(model, "fused", lambda x: False)
+    monkeypatch.setattr(attention, "fused", lambda x: False)
     _compare(lambda x: Turn.apply(x, *turn, sign), lambda x: attention.rotate(x, turn, sign), (_random(*shape),))
 
 
