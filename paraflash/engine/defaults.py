@@ -271,6 +271,9 @@ def _choose_backends(config: EngineConfig) -> EngineConfig:
                     "--%s %s: on the CPU the reference kernels run", name.replace("_", "-"), getattr(config, name)
                 )
         return replace(config, attention_backend="reference", moe_backend="reference", enforce_eager=True)
+    for name in ("attention_backend", "moe_backend"):
+        if getattr(config, name) == "reference":
+            raise Refused(f"{name} is reference: those kernels run on the CPU alone; use auto, or --device cpu")
     if config.moe_backend == "marlin":
         logger.info("--moe-backend marlin: humming runs the FP4 experts with BF16 activations")
         config = replace(config, moe_backend="humming")

@@ -154,7 +154,7 @@ def log_held(info: dict[str, Any]) -> None:
     """What a rank holds now that all is there; info: its `cache_info`."""
     gib = {name: value / 2**30 for name, value in info.items() if name.endswith("_bytes")}
     log.info(
-        "memory of rank %d: weights %.2f GiB (dense %s), steps %.2f GiB (measured), caches %.2f GiB in %d blocks",
+        "memory of rank %d: weights %.2f GiB (dense %s), steps %.2f GiB, caches %.2f GiB in %d blocks",
         info["rank"], gib["weight_bytes"], info["dense_weights"], gib["step_bytes"], gib["cache_bytes"],
         info["num_blocks"],
     )  # fmt: skip

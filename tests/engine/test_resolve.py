@@ -178,6 +178,16 @@ def test_heads_that_the_rounding_of_the_cache_does_not_fit_are_refused(model: Mo
     assert resolve(cpu(kv_cache_rounding="none"), odd).kv_cache_dtype == "bfloat16"
 
 
+@pytest.mark.parametrize("name", ["attention_backend", "moe_backend"])
+def test_the_reference_kernels_are_refused_on_a_gpu(
+    model: ModelConfig, monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    monkeypatch.setattr("torch.cuda.is_available", lambda: True)
+    monkeypatch.setattr("torch.cuda.device_count", lambda: 1)
+    with pytest.raises(Refused, match=f"{name} is reference: those kernels run on the CPU alone; use auto"):
+        resolve(EngineConfig(model=NARROW, device="cuda", **{name: "reference"}), model)
+
+
 class TestCuda:
     """The rules for GPUs, on a machine that may have none."""
 
