@@ -111,7 +111,8 @@ class EngineCore:
         self._states.pop(request_id, None)
 
     def has_unfinished(self) -> bool:
-        return self.scheduler.has_unfinished()
+        """Whether `step` has something to do: requests, or a step in flight whose requests have all been aborted."""
+        return self.scheduler.has_unfinished() or bool(self._sent)
 
     def step(self) -> list[Delta]:
         """Runs one step; returns what each request that got a token has new. Raises `EngineDeadError`.

@@ -285,6 +285,13 @@ def test_worker_processes_give_the_same_tokens(tp: int, pcp: int) -> None:
                 for delta in core.step():
                     found[delta.request_id] = (found[delta.request_id][0] + delta.token_ids, delta.finish_reason, [])
             assert core.executor.call_all("cache_hash"), "nothing is in flight"
+            core.add_request("gone", [5, 6, 7], SamplingParams(temperature=0.0, max_tokens=9, ignore_eos=True))
+            core.step()
+            core.step()
+            core.abort("gone")  # a step of it is in flight where the engine runs ahead
+            while core.has_unfinished():
+                assert core.step() == []
+            assert core.executor.call_all("cache_hash"), "nothing is in flight"
             return found
         finally:
             core.shutdown()
