@@ -17,7 +17,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from paraflash.parallel.plan import Segment
+from paraflash.parallel.plan import Segment, own_part
 
 Ints = NDArray[np.int64]
 
@@ -165,8 +165,7 @@ class DecodeRows:
     @property
     def own(self) -> slice:
         """Which of all rows are this rank's."""
-        before = sum(self.counts[: self.rank])
-        return slice(before, before + self.counts[self.rank])
+        return own_part(self.counts, self.rank)
 
     @property
     def place(self) -> Ints:

@@ -59,5 +59,10 @@ class EngineConfig:
     check_caches: bool = False  # debug: compare a hash of all PCP ranks' caches after each step
 
     @property
+    def engram_on_device(self) -> bool:
+        """Whether the Engram tables lie on the devices, split over TP; dummy tables lie nowhere."""
+        return not self.engram_config.get("cpu_offload", True) and self.load_format != "dummy"
+
+    @property
     def world_size(self) -> int:
         return self.tensor_parallel_size * self.prefill_context_parallel_size

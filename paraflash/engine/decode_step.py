@@ -8,7 +8,7 @@ from __future__ import annotations
 import numpy as np
 from numpy.typing import NDArray
 
-from paraflash.engine.messages import Columns
+from paraflash.engine.messages import Columns, Number
 from paraflash.kernels.sizes import power_of_2
 from paraflash.model.decode_batch import DecodeStep, block_tables
 from paraflash.model.engram_hash import NO_TOKEN
@@ -25,16 +25,17 @@ def padded_rows(rows: int, ranks: int) -> int:
 
 def decode_step(columns: Columns, rows: int, spare_slot: int, block_size: int) -> DecodeStep:
     numbers = columns.numbers
-    filled = np.zeros((rows, 10), np.int64)
-    filled[:, 3] = spare_slot
+    filled = np.zeros((rows, len(Number)), np.int64)
+    filled[:, Number.SLOT] = spare_slot
     filled[: len(numbers)] = numbers
-    position = filled[:, 5]
+    position = filled[:, Number.COMPUTED]
+    needed = int(position.max()) // block_size + 1
     return DecodeStep(
-        slot=filled[:, 3],
+        slot=filled[:, Number.SLOT],
         position=position,
-        window_start=filled[:, 7],
-        write_start=filled[:, 6],
-        tables=block_tables(columns.block_ids, numbers[:, 2], rows, int(position.max()) // block_size + 1),
+        window_start=filled[:, Number.WINDOW_START],
+        write_start=filled[:, Number.WRITE_START],
+        tables=block_tables(columns.block_ids, numbers[:, Number.BLOCKS], rows, needed),
     )
 
 
@@ -50,7 +51,7 @@ def decode_windows(columns: Columns, tokens: Ints, max_ngram: int) -> Ints:
     reach = max_ngram - 1
     oldest_first = np.full((len(tokens), max_ngram), NO_TOKEN, np.int64)
     oldest_first[:, reach] = tokens
-    lengths = columns.numbers[:, 1]
+    lengths = columns.numbers[:, Number.LOOKBACK]
     flat, kept = columns.lookback, np.minimum(lengths, reach)
     if (lengths > reach).any():  # only the newest count
         flat = flat[np.concatenate([np.arange(n) >= n - k for n, k in zip(lengths, kept, strict=True)])]

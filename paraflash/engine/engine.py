@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections import defaultdict, deque
+from collections import defaultdict
 from dataclasses import asdict
 from typing import Any
 
@@ -61,7 +61,7 @@ class EngineCore:
         self._states: dict[str, GrammarState] = {}
         self._timings: defaultdict[str, float] = defaultdict(float)
         self._steps = 0
-        self._sent: deque[StepInput] = deque()  # steps in flight between calls: none, or the one made ahead
+        self._sent: StepInput | None = None  # the step made ahead, in flight between calls
 
     def add_request(
         self,
@@ -112,7 +112,7 @@ class EngineCore:
 
     def has_unfinished(self) -> bool:
         """Whether `step` has something to do: requests, or a step in flight whose requests have all been aborted."""
-        return self.scheduler.has_unfinished() or bool(self._sent)
+        return self.scheduler.has_unfinished() or self._sent is not None
 
     def step(self) -> list[Delta]:
         """Runs one step; returns what each request that got a token has new. Raises `EngineDeadError`.
@@ -121,16 +121,20 @@ class EngineCore:
         """
         self.executor.check()
         start = time.monotonic()
-        sent = bool(self._sent)
-        step = self._sent.popleft() if sent else self.scheduler.schedule()
+        ahead, self._sent = self._sent, None
+        step = ahead or self.scheduler.schedule()
         if step is None:
             if self.scheduler.has_unfinished():
                 raise RuntimeError("requests are unfinished, but no step can be made of them")
             return []
-        output = self._run_ahead(step, sent) if self.config.async_scheduling else self.executor.execute(step)
+        if self.config.async_scheduling:
+            output = self._run_ahead(step, sent=ahead is not None)
+        else:
+            output = self.executor.execute(step)
         deltas = self.scheduler.update(step, output)
-        while self._sent and not self.scheduler.has_unfinished():  # it has rows of requests that have ended, no others
-            self.scheduler.update(self._sent.popleft(), self.executor.receive())
+        if self._sent and not self.scheduler.has_unfinished():  # it has rows of requests that have ended, no others
+            self.scheduler.update(self._sent, self.executor.receive())
+            self._sent = None
         self._advance_grammars(deltas)
         for component, seconds in output.timings.items():
             self._timings[component] += seconds
@@ -144,10 +148,9 @@ class EngineCore:
         """The result of `step`, which may have been sent before; the one after it is sent meanwhile, if it can be."""
         if not sent:
             self.executor.send(step)
-        following = self.scheduler.schedule_ahead()
-        if following is not None:
-            self.executor.send(following)
-            self._sent.append(following)
+        self._sent = self.scheduler.schedule_ahead()
+        if self._sent is not None:
+            self.executor.send(self._sent)
         return self.executor.receive()
 
     def _advance_grammars(self, deltas: list[Delta]) -> None:

@@ -89,19 +89,26 @@ def plan_memory(
     else:
         kv = (blocks + 1) * size
     topology = Topology(config.tensor_parallel_size, config.prefill_context_parallel_size)
-    step = int(workspace_bytes(model, topology, config.max_num_batched_tokens, length)) + LONG_CONTEXT_BYTES
-    on_device = not config.engram_config.get("cpu_offload", True) and config.load_format != "dummy"
+    step = int(workspace_bytes(model, topology, config.max_num_batched_tokens, length))
     return MemoryPlan(
         experts=expanded.experts,
         dense_bf16=expanded.dense,
         dense_fp8=packed.dense,
         embeddings=expanded.embeddings,
-        engram=engram_share(model, topology.tp) if on_device else 0,
-        steps=step * (2 if graphs else 1),  # passes that are replayed have scratch memory of their own
+        engram=engram_share(model, topology.tp) if config.engram_on_device else 0,
+        steps=step_room(step, graphs),
         windows=slots * window_bytes(model, fmt) + spare_rows * fmt.latent.nbytes,
         kv=kv,
         usable=usable,
     )
+
+
+def step_room(largest: int, graphs: bool) -> int:
+    """What is set aside for steps, given what the largest takes beside weights and caches.
+
+    The passes that are replayed and those that run as they are take their scratch memory from different pools.
+    """
+    return (largest + LONG_CONTEXT_BYTES) * (2 if graphs else 1)
 
 
 def choose(asked: str, plan: MemoryPlan, fits: bool, unavailable: str) -> tuple[str, str]:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
+from enum import IntEnum
 from functools import cached_property
 from typing import Any
 
@@ -41,17 +42,18 @@ class SampleSpec:
     bitmask: Int32 | None = None  # [ceil(vocab / 32)] allowed tokens of a grammar
 
     @property
+    def is_penalised(self) -> bool:
+        return self.presence_penalty != 0 or self.frequency_penalty != 0 or self.repetition_penalty != 1
+
+    @property
+    def has_rules(self) -> bool:
+        """Whether something raises, lowers or forbids single tokens."""
+        return bool(self.logit_bias or self.is_penalised) or self.bitmask is not None or self.banned_ids is not None
+
+    @property
     def is_plain(self) -> bool:
         """Whether `plain_spec` of `plain` is this one: no rule on single tokens, and only the token is wanted."""
-        return (
-            self.logprobs is None
-            and self.bitmask is None
-            and self.banned_ids is None
-            and self.history is None
-            and not self.logit_bias
-            and not (self.presence_penalty or self.frequency_penalty)
-            and self.repetition_penalty == 1
-        )
+        return self.logprobs is None and self.history is None and not self.has_rules
 
     @property
     def plain(self) -> Plain:
@@ -90,12 +92,27 @@ class StepRequest:
         return len(self.token_ids)
 
 
+class Number(IntEnum):
+    """The columns of `Columns.numbers`. First the lengths of a request's three arrays."""
+
+    TOKENS = 0
+    LOOKBACK = 1
+    BLOCKS = 2
+    SLOT = 3
+    IS_PREFILL = 4
+    COMPUTED = 5
+    WRITE_START = 6
+    WINDOW_START = 7
+    KEPT_ROWS = 8
+    IS_LAST_CHUNK = 9
+
+
 @dataclass
 class Columns:
     """The requests of a step side by side, n of them, arrays joined in step order."""
 
     request_ids: list[str]
-    numbers: Int64  # [n, 10] as `numbers_of` gives them
+    numbers: Int64  # [n, len(Number)] as `numbers_of` gives them
     token_ids: Int32
     lookback: Int32
     block_ids: Int32
@@ -105,30 +122,36 @@ class Columns:
     @property
     def is_decode(self) -> bool:
         """Whether each request has one row, which is sampled and is no part of a prompt."""
-        rows, prefill = self.numbers[:, 0], self.numbers[:, 4]
+        rows, prefill = self.numbers[:, Number.TOKENS], self.numbers[:, Number.IS_PREFILL]
         return not self.prompts and bool((rows == 1).all()) and not prefill.any() and None not in self.samples
+
+    @property
+    def first_tokens(self) -> Int64:
+        """[n] where each request's tokens begin in `token_ids`."""
+        lengths = self.numbers[:, Number.TOKENS]
+        return np.cumsum(lengths) - lengths
 
     def pending(self) -> list[int]:
         """The requests whose token is PENDING."""
         if not (self.token_ids == PENDING).any():
             return []
-        first = np.cumsum(self.numbers[:, 0]) - self.numbers[:, 0]
-        return np.flatnonzero(self.token_ids[first] == PENDING).tolist()
+        return np.flatnonzero(self.token_ids[self.first_tokens] == PENDING).tolist()
 
     def with_tokens(self, requests: list[int], tokens: Int64) -> Columns:
         """The same with the tokens of those requests."""
-        first = np.cumsum(self.numbers[:, 0]) - self.numbers[:, 0]
         token_ids = self.token_ids.copy()
-        token_ids[first[requests]] = tokens
+        token_ids[self.first_tokens[requests]] = tokens
         return replace(self, token_ids=token_ids)
 
     def specs(self) -> list[SampleSpec | None]:
         return [plain_spec(s) if isinstance(s, tuple) else s for s in self.samples]
 
     def requests(self) -> list[StepRequest]:
-        ends = np.cumsum(self.numbers[:, :3], axis=0)
-        starts = (ends - self.numbers[:, :3]).tolist()
-        every = zip(self.request_ids, starts, ends.tolist(), self.numbers[:, 3:].tolist(), self.specs(), strict=True)
+        lengths, others = self.numbers[:, : Number.SLOT], self.numbers[:, Number.SLOT :]
+        ends = np.cumsum(lengths, axis=0)
+        every = zip(
+            self.request_ids, (ends - lengths).tolist(), ends.tolist(), others.tolist(), self.specs(), strict=True
+        )
         found = []
         for i, (name, (t, k, b), (t1, k1, b1), (slot, prefill, computed, *bounds, last), spec) in enumerate(every):
             tokens, lookback, blocks = self.token_ids[t:t1], self.lookback[k:k1], self.block_ids[b:b1]
@@ -139,8 +162,7 @@ class Columns:
 
 
 def numbers_of(r: StepRequest) -> tuple[int, ...]:
-    """Lengths of its three arrays, then slot, is_prefill, num_computed, kv_write_start, window_start, kept_rows and
-    is_last_chunk."""
+    """In the order of `Number`."""
     return (
         *(len(r.token_ids), len(r.lookback), len(r.block_ids), r.slot, r.is_prefill, r.num_computed),
         *(r.kv_write_start, r.window_start, r.kept_rows, r.is_last_chunk),
@@ -150,7 +172,7 @@ def numbers_of(r: StepRequest) -> tuple[int, ...]:
 def columns_of(requests: list[StepRequest]) -> Columns:
     return Columns(
         [r.request_id for r in requests],
-        np.array([numbers_of(r) for r in requests], np.int64).reshape(-1, 10),
+        np.array([numbers_of(r) for r in requests], np.int64).reshape(-1, len(Number)),
         _joined([r.token_ids for r in requests]),
         _joined([r.lookback for r in requests]),
         _joined([r.block_ids for r in requests]),

@@ -8,7 +8,7 @@ both is counted beside them, so that the next step can be made before their resu
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from enum import Enum
 
 import numpy as np
@@ -151,9 +151,7 @@ class Request:
     @property
     def needs_results(self) -> bool:
         """Whether a step of this request can only be made when the one before is known."""
-        params = self.params
-        penalised = params.presence_penalty or params.frequency_penalty or params.repetition_penalty != 1
-        return bool(penalised or self.bitmask) or params.prompt_logprobs is not None
+        return bool(self.params.is_penalised or self.bitmask) or self.params.prompt_logprobs is not None
 
     @property
     def finished(self) -> bool:
@@ -204,25 +202,25 @@ def sample_spec(request: Request) -> SampleSpec:
     """How the request's next token is drawn, given the outputs so far."""
     params, step = request.params, request.num_output_tokens + request.tokens_in_flight
     stops = [*request.eos_ids, *(params.stop_token_ids or [])] if step < params.min_tokens else []
-    temperature = params.temperature if params.temperature >= 1e-5 else 0.0
-    top_k = max(params.top_k, 0)
-    penalised = params.presence_penalty != 0 or params.frequency_penalty != 0 or params.repetition_penalty != 1
-    if not (stops or penalised or request.bitmask or params.logit_bias or params.logprobs is not None):
-        return SampleSpec(temperature, params.top_p, top_k, params.min_p, seed=request.seed, step=step)
-    return SampleSpec(
-        temperature=temperature,
+    spec = SampleSpec(
+        temperature=params.temperature if params.temperature >= 1e-5 else 0.0,
         top_p=params.top_p,
-        top_k=top_k,
+        top_k=max(params.top_k, 0),
         min_p=params.min_p,
+        seed=request.seed,
+        step=step,
+    )
+    if not (stops or params.is_penalised or request.bitmask or params.logit_bias or params.logprobs is not None):
+        return spec
+    return replace(
+        spec,
         presence_penalty=params.presence_penalty,
         frequency_penalty=params.frequency_penalty,
         repetition_penalty=params.repetition_penalty,
-        seed=request.seed,
-        step=step,
         logprobs=params.logprobs,
         banned_ids=np.array(sorted(set(stops)), np.int32) if stops else None,
         logit_bias=params.logit_bias,
-        history=request.tokens.copy() if penalised else None,
+        history=request.tokens.copy() if params.is_penalised else None,
         prompt_len=request.prompt_len,
         bitmask=request.bitmask() if request.bitmask else None,
     )

@@ -28,7 +28,7 @@ from paraflash.engine.decode_step import decode_step, decode_tokens, decode_wind
 from paraflash.engine.engram_rows import EngramRows, Lookup
 from paraflash.engine.engram_shards import EngramShards
 from paraflash.engine.graphs import StepGraphs, cuda_capture
-from paraflash.engine.memory_plan import LONG_CONTEXT_BYTES, log_held, settle_dense_weights, usable_memory
+from paraflash.engine.memory_plan import log_held, settle_dense_weights, step_room, usable_memory
 from paraflash.engine.messages import Sampled, StepInput, StepOutput, StepRequest, TokenLogprobs
 from paraflash.engine.pending import with_tokens
 from paraflash.engine.sampler import prompt_logprobs, sample
@@ -42,7 +42,7 @@ from paraflash.model.transformer import Transformer, no_probe
 from paraflash.model.weights import Numerics, pack_linears
 from paraflash.parallel.exchange import RowGather
 from paraflash.parallel.mesh import Mesh
-from paraflash.parallel.plan import pick_rows
+from paraflash.parallel.plan import own_part, pick_rows
 
 DEFAULT_CPU_KV_BYTES = 1 << 30
 LOGIT_ROWS = 256  # rows of logits held at a time for prompt log-probabilities
@@ -63,7 +63,7 @@ class ModelRunner:
         )
         self.format = kv_format(config.kv_cache_dtype, model.head_dim, model.rope_dim, model.index_head_dim)
         self.kernels = make_kernels(mesh.device, dtype, config.moe_backend, self.numerics.trained_rounding)
-        self._drawn: dict[str, int] = {}  # rank 0: the tokens of the last step by request
+        self._drawn: dict[str, Sampled] = {}  # rank 0: of the last step, by request
         self.graphs: StepGraphs | None = None  # over gloo collectives wait on the host
         if mesh.device.type == "cuda" and not config.enforce_eager and not (mesh.tp.gloo or mesh.pcp.gloo):
             self.graphs = StepGraphs(mesh, cuda_capture(mesh.device))
@@ -87,9 +87,9 @@ class ModelRunner:
                 self.token_map = np.arange(model.vocab_size, dtype=np.int64) % model.engram_compressed_vocab_size
             else:
                 self.token_map = engram_hash.load_token_map(path, model)
-        on_device = not config.engram_config.get("cpu_offload", True) and config.load_format != "dummy"
-        self.engram: EngramRows | EngramShards
-        self.engram = EngramShards(self.tables, mesh) if on_device else EngramRows(self.tables, mesh.device)
+        self.engram: EngramRows | EngramShards = (
+            EngramShards(self.tables, mesh) if config.engram_on_device else EngramRows(self.tables, mesh.device)
+        )
         self.weight_bytes = sum(w.nbytes for w in weights.values())
         self.transformer = Transformer(model, weights, self.kernels, self.numerics, mesh, first_expert, first_token)
         del weights
@@ -158,8 +158,7 @@ class ModelRunner:
         del self.cache
         torch.cuda.empty_cache()
         self.graphs = graphs
-        # The passes that are replayed and those that run as they are take their scratch memory from different pools.
-        return (peak + LONG_CONTEXT_BYTES) * (1 if graphs is None else 2)
+        return step_room(peak, graphs is not None)
 
     def _affordable_blocks(self, step_bytes: int) -> int:
         """Blocks of KV that fit, the null block included; never more than all requests together can use."""
@@ -221,12 +220,14 @@ class ModelRunner:
         """Runs one step. Returns its output on rank 0, None elsewhere."""
         step = with_tokens(step, self._drawn, self.mesh)
         graphs = self.graphs if self.transformer.probe is no_probe else None
-        decodes = graphs is not None and step.columns.is_decode
-        output = self._decode(step, graphs) if graphs is not None and decodes else self._run(step, graphs)
+        if graphs is not None and step.columns.is_decode:
+            output = self._decode(step, graphs)
+        else:
+            output = self._run(step, graphs)
         seconds = self.mesh.take_seconds()
         if output is not None:
             output.timings = seconds
-            self._drawn = {name: sampled.token_id for name, sampled in output.sampled.items()}
+            self._drawn = output.sampled
         return output
 
     def _decode(self, step: StepInput, graphs: StepGraphs) -> StepOutput | None:
@@ -235,7 +236,7 @@ class ModelRunner:
         count, spare_slot, ranks = len(columns.request_ids), self._slots, mesh.pcp.size
         rows = padded_rows(count, ranks)
         counts, order = dealt(rows, ranks)
-        own = order[sum(counts[: mesh.pcp.rank]) :][: counts[mesh.pcp.rank]]
+        own = order[own_part(counts, mesh.pcp.rank)]
         tokens = decode_tokens(columns, rows)
         staged = no_bytes
         if self.token_map is not None:

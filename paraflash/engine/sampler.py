@@ -34,7 +34,7 @@ def sample(logits: Tensor, specs: Sequence[SampleSpec], vocab_size: int) -> list
     logits: float32 [n, V] with V >= vocab_size, not changed; columns past vocab_size are padding. Raises `BadLogits`.
     """
     raw = logits[:, :vocab_size]
-    scores, ruled = raw, [(i, spec) for i, spec in enumerate(specs) if _changes_scores(spec)]
+    scores, ruled = raw, [(i, spec) for i, spec in enumerate(specs) if spec.has_rules]
     if ruled:
         check_finite(raw)
         scores = raw.clone()
@@ -121,14 +121,6 @@ def _report(measured: list[Tensor], tops: Sequence[int]) -> list[TokenLogprobs]:
     ]
 
 
-def _penalised(spec: SampleSpec) -> bool:
-    return spec.presence_penalty != 0 or spec.frequency_penalty != 0 or spec.repetition_penalty != 1
-
-
-def _changes_scores(spec: SampleSpec) -> bool:
-    return bool(spec.logit_bias) or spec.bitmask is not None or spec.banned_ids is not None or _penalised(spec)
-
-
 def _apply_request_rules(row: Tensor, spec: SampleSpec) -> None:
     """Bias, grammar, banned ids and penalties on one row [vocab], in place."""
     device = row.device
@@ -144,7 +136,7 @@ def _apply_request_rules(row: Tensor, spec: SampleSpec) -> None:
         # A grammar that has come to its end allows only the stop tokens that `min_tokens` bans: the grammar wins.
         if kept.max() > NEVER:
             row.copy_(kept)
-    if _penalised(spec):
+    if spec.is_penalised:
         _apply_penalties(row, spec)
     if row.max() == NEVER:
         raise BadLogits("the request's grammar and bias allow no token at all")

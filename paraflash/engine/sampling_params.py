@@ -72,6 +72,10 @@ class SamplingParams:
         self.check()
 
     @property
+    def is_penalised(self) -> bool:
+        return self.presence_penalty != 0 or self.frequency_penalty != 0 or self.repetition_penalty != 1
+
+    @property
     def stop_strings(self) -> list[str]:
         """The stop strings as a list, whatever form they were given in."""
         return [self.stop] if isinstance(self.stop, str) else list(self.stop or [])

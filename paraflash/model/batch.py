@@ -23,7 +23,7 @@ from paraflash.model.linkage import EntryPlan, plan_entries
 from paraflash.model.rope import rotary
 from paraflash.parallel.exchange import Outbox, RowGather
 from paraflash.parallel.mesh import Mesh
-from paraflash.parallel.plan import Plan, Segment, make_plan, pick_rows
+from paraflash.parallel.plan import Plan, Segment, make_plan, own_part, pick_rows
 
 
 @dataclass
@@ -190,7 +190,7 @@ def device_entries(plan: EntryPlan, ratio: int, model: ModelConfig, mesh: Mesh) 
         positions=tensor(plan.entries * ratio),
         gather=RowGather(mesh.pcp, plan.counts, "entries"),
         slots=tensor(plan.slots),
-        own_slots=tensor(plan.slots[sum(plan.counts[: mesh.pcp.rank]) :][: len(plan.rows)]),
+        own_slots=tensor(plan.slots[own_part(plan.counts, mesh.pcp.rank)]),
         pairs=pairs,
     )
 

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from paraflash.parallel.mesh import Group, Started, done
+from paraflash.parallel.plan import own_part
 
 OWN_BYTES = 1 << 20  # a rank's share of a tensor that is gathered without the others
 
@@ -56,8 +57,7 @@ class RowGather:
 
     def own(self, x: Tensor) -> Tensor:
         """This rank's rows [counts[rank], ..] of gathered ones [total, ..]."""
-        before = sum(self.counts[: self.group.rank])
-        return x[before : before + self.local]
+        return x[own_part(self.counts, self.group.rank)]
 
     def _without_pads(self, x: Tensor) -> Tensor:
         """x [size * padded, ..] -> [total, ..]."""

@@ -14,6 +14,7 @@ a decode row goes whole to one rank. Example, one prompt of 10 tokens at P=2 (4 
 from __future__ import annotations
 
 from bisect import bisect_left
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -53,6 +54,12 @@ class Plan:
         return len({(s.request, s.rank) for of_rank in self.segments for s in of_rank}) == len(
             {s.request for of_rank in self.segments for s in of_rank}
         )
+
+
+def own_part(counts: Sequence[int], rank: int) -> slice:
+    """Which rows of a rank-major gather are the rank's, of which each rank has so many."""
+    before = sum(counts[:rank])
+    return slice(before, before + counts[rank])
 
 
 def _chunk_sizes(length: int, load: Ints) -> list[int]:

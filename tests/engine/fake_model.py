@@ -11,6 +11,7 @@ from collections import defaultdict
 from pathlib import Path
 
 import numpy as np
+from hypothesis import strategies as st
 
 from paraflash.config.engine import EngineConfig
 from paraflash.config.model import load_config
@@ -105,6 +106,25 @@ def logprob(token: int) -> TokenLogprobs:
     return TokenLogprobs(token, -1.0, 1, [], [])
 
 
+# Workloads of several requests: what `Rig` is told, and which requests are aborted at which steps.
+MIX = {
+    "lengths": st.lists(st.integers(1, 200), min_size=1, max_size=8),
+    "budget": st.integers(1, 90),
+    "seats": st.integers(1, 5),
+    "num_blocks": st.integers(6, 16),
+    "threshold": st.sampled_from([0, 1, 13]),
+    "same": st.booleans(),
+    "replay": st.booleans(),
+    "aborts": st.dictionaries(st.integers(0, 40), st.integers(0, 7), max_size=3),
+}
+
+
+def mixed_prompts(lengths: list[int], same: bool) -> dict[str, list[int]]:
+    """Prompts r0, r1 .. of these lengths, of one text or each of its own."""
+    whole = prompt(200)
+    return {f"r{i}": whole[:n] if same else prompt(n, i) for i, n in enumerate(lengths)}
+
+
 class Rig:
     """A scheduler and a fake model, with the answers put together."""
 
@@ -150,6 +170,13 @@ class Rig:
     @property
     def free(self) -> int:
         return self.scheduler.pool.num_free
+
+    def assert_answers(self, expected: dict[str, list[int]], aborted: set[str]) -> None:
+        """Every request has its tokens, an aborted one the first of them, and nothing is held any more."""
+        for name, tokens in expected.items():
+            got = self.tokens[name]
+            assert got == (tokens[: len(got)] if name in aborted else tokens), name
+        self.assert_all_returned()
 
     def assert_all_returned(self) -> None:
         pool = self.scheduler.pool

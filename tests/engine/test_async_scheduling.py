@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from fake_model import EOS, Rig, answer, prompt
+from fake_model import EOS, MIX, Rig, answer, mixed_prompts, prompt
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from in_process import local_engine
@@ -72,17 +72,7 @@ class AheadRig(Rig):
         assert not self.scheduler.has_unfinished()
 
 
-@given(
-    lengths=st.lists(st.integers(1, 200), min_size=1, max_size=8),
-    budget=st.integers(1, 90),
-    seats=st.integers(1, 5),
-    num_blocks=st.integers(6, 16),
-    threshold=st.sampled_from([0, 1, 13]),
-    same=st.booleans(),
-    replay=st.booleans(),
-    stops=st.dictionaries(st.integers(0, 7), st.integers(0, 30), max_size=4),
-    aborts=st.dictionaries(st.integers(0, 40), st.integers(0, 7), max_size=3),
-)
+@given(**MIX, stops=st.dictionaries(st.integers(0, 7), st.integers(0, 30), max_size=4))
 @settings(max_examples=150, deadline=None)
 def test_any_mix_finishes_with_the_right_tokens(
     lengths, budget, seats, num_blocks, threshold, same, replay, stops, aborts
@@ -94,8 +84,7 @@ def test_any_mix_finishes_with_the_right_tokens(
         long_prefill_token_threshold=threshold,
         swa_bounded_replay=replay,
     )
-    whole = prompt(200)
-    prompts = {f"r{i}": whole[:n] if same else prompt(n, i) for i, n in enumerate(lengths)}
+    prompts = mixed_prompts(lengths, same)
     for i, (name, ids) in enumerate(prompts.items()):
         rig.add(name, ids, max_tokens=70)
         if i in stops:
@@ -108,11 +97,7 @@ def test_any_mix_finishes_with_the_right_tokens(
         aborted |= {name} if rig.scheduler.get(name) else set()
         rig.advance(name)
     rig.run()
-    for i, (name, ids) in enumerate(prompts.items()):
-        expected = rig.model.script.get(name) or answer(ids, 70)
-        got = rig.tokens[name]
-        assert got == (expected[: len(got)] if name in aborted else expected), i
-    rig.assert_all_returned()
+    rig.assert_answers({name: rig.model.script.get(name) or answer(ids, 70) for name, ids in prompts.items()}, aborted)
 
 
 def test_decoding_is_always_one_step_ahead():

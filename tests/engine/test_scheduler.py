@@ -3,7 +3,7 @@
 import logging
 
 import pytest
-from fake_model import EOS, MODEL, Rig, answer, prompt
+from fake_model import EOS, MIX, MODEL, Rig, answer, mixed_prompts, prompt
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -309,17 +309,7 @@ def test_nothing_to_do_is_no_step():
     assert Rig().scheduler.schedule() is None
 
 
-@given(
-    lengths=st.lists(st.integers(1, 200), min_size=1, max_size=8),
-    budget=st.integers(1, 90),
-    seats=st.integers(1, 5),
-    num_blocks=st.integers(6, 16),
-    threshold=st.sampled_from([0, 1, 13]),
-    partial=st.sampled_from([0, 1, 2]),
-    same=st.booleans(),
-    replay=st.booleans(),
-    aborts=st.dictionaries(st.integers(0, 40), st.integers(0, 7), max_size=3),
-)
+@given(**MIX, partial=st.sampled_from([0, 1, 2]))
 @settings(max_examples=120, deadline=None)
 def test_any_mix_finishes_with_the_right_tokens(
     lengths, budget, seats, num_blocks, threshold, partial, same, replay, aborts
@@ -332,8 +322,7 @@ def test_any_mix_finishes_with_the_right_tokens(
         max_num_partial_prefills=partial,
         swa_bounded_replay=replay,
     )
-    whole = prompt(200)
-    prompts = {f"r{i}": whole[:n] if same else prompt(n, i) for i, n in enumerate(lengths)}
+    prompts = mixed_prompts(lengths, same)
     for name, ids in prompts.items():
         rig.add(name, ids, max_tokens=70)
     aborted = set()
@@ -347,8 +336,4 @@ def test_any_mix_finishes_with_the_right_tokens(
             aborted.add(name)
         assert name not in {d.request_id for d in rig.finish_step(step)} or name not in aborted
     assert not rig.scheduler.has_unfinished()
-    for name, ids in prompts.items():
-        expected = answer(ids, 70)
-        got = rig.tokens[name]
-        assert got == (expected[: len(got)] if name in aborted else expected)
-    rig.assert_all_returned()
+    rig.assert_answers({name: answer(ids, 70) for name, ids in prompts.items()}, aborted)
