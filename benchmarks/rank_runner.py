@@ -93,9 +93,9 @@ class TimedGroup(Group):
 
     # A collective that is timed runs by itself: beside others its time would not be its own.
 
-    def all_gather_start(self, x: Tensor, label: str) -> Started[Tensor]:
+    def all_gather_start(self, x: Tensor, label: str, returns: bool = False) -> Started[Tensor]:
         timed = self.recorder is not None and self.recorder.on
-        return done(self.all_gather(x, label)) if timed else super().all_gather_start(x, label)
+        return done(self.all_gather(x, label)) if timed else super().all_gather_start(x, label, returns)
 
     def reduce_scatter_start(self, x: Tensor, label: str) -> Started[Tensor]:
         timed = self.recorder is not None and self.recorder.on
@@ -159,7 +159,7 @@ class BenchRunner(runner.ModelRunner):
 
     def facts(self) -> dict[str, Any]:
         info: dict[str, Any] = {"weight_bytes": self.weight_bytes, "kernels": dict(self.kernels.info)}
-        info["torch"] = torch.__version__
+        info["torch"], info["copied_exchange"] = torch.__version__, self.mesh.pcp.copies is not None
         if torch.cuda.is_available():
             info["gpu"] = torch.cuda.get_device_name()
             info["nccl"] = ".".join(map(str, torch.cuda.nccl.version()))

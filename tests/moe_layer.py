@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import random
 from collections.abc import Callable
 from functools import partial
 from types import SimpleNamespace
@@ -16,7 +17,7 @@ from paraflash.model.moe import MoE
 from paraflash.model.weights import Numerics, Weights
 from paraflash.parallel import exchange
 from paraflash.parallel.exchange import RowGather
-from paraflash.parallel.mesh import Group, Mesh, init_mesh
+from paraflash.parallel.mesh import Group, Mesh, init_mesh, use_copies
 
 EXPERTS, TOPK = 8, 3
 
@@ -45,15 +46,18 @@ def make_layer(mesh: Mesh, width: int, dtype: torch.dtype) -> MoE:
 
 def at_once(mesh: Mesh) -> Mesh:
     """The same ranks without started collectives."""
-    tp, pcp = (dataclasses.replace(g, own_stream=False, log=[], seconds={}) for g in (mesh.tp, mesh.pcp))
+    tp, pcp = (dataclasses.replace(g, own_stream=False, copies=None, log=[], seconds={}) for g in (mesh.tp, mesh.pcp))
     return dataclasses.replace(mesh, tp=tp, pcp=pcp)
 
 
-def output(layer: MoE, h: Tensor, group: Group, counts: list[int]) -> Tensor:
-    """The layer's output [counts[rank], D]; other work takes memory and writes to it while the sum is under way."""
+def output(layer: MoE, h: Tensor, group: Group, counts: list[int], lag: Callable[[], None] = lambda: None) -> Tensor:
+    """The layer's output [counts[rank], D]; other work takes memory and writes to it while the sum is under way. `lag`
+    makes a rank late."""
+    lag()
     finish, _, _ = layer.start(h, RowGather(group, counts, "experts"))
     other = [torch.full_like(h, float("nan")) for _ in range(8)]
     del other
+    lag()
     return finish()
 
 
@@ -67,8 +71,10 @@ def compare(
     capture: Callable[[torch.device], Callable[..., Any]] | None = None,
     rounds: int = 2,
     large: int = exchange.OWN_BYTES,
+    copied: int = 0,
 ) -> None:
-    """Fails where a started exchange changes a bit of the output or the log. `capture`: also compares replayed graphs.
+    """Fails where a started exchange changes a bit of the output or the log. `capture`: also compares replayed graphs;
+    `copied`: exchanges of steps of so many tokens go by copy engines.
 
     cases: rows of each rank. A share of `large` bytes is routed where its rows are, a smaller one by all ranks.
     """
@@ -76,8 +82,18 @@ def compare(
     dtype = torch.bfloat16 if device == "cuda" else torch.float32
     mesh = init_mesh(rank, 1, world, device, init_method)
     mesh.pcp.own_stream = True  # over gloo the collectives are started too, and waited for by the host
+    if copied:
+        use_copies(mesh, copied, width * dtype.itemsize)
+        mesh.take_seconds()
+        assert mesh.pcp.copies is not None and mesh.pcp.copies.holds(copied // world * width * dtype.itemsize)
     mesh.start_log()
     slow = at_once(mesh)
+    late = random.Random(rank)
+
+    def lag() -> None:
+        if copied and late.random() < 0.5:
+            torch.cuda._sleep(late.randrange(2_000_000))  # cycles: up to a millisecond
+
     layers = make_layer(mesh, width, dtype), make_layer(slow, width, dtype)
     captures = None if capture is None else capture(mesh.device)
     held: list[Any] = []  # graphs of one pool: it must not be without one in between
@@ -86,13 +102,13 @@ def compare(
             draw = torch.Generator().manual_seed(100 + rank)
             inputs = [torch.randn(counts[rank], width, generator=draw).to(mesh.device, dtype) for _ in range(rounds)]
             wanted = [output(layers[1], h, slow.pcp, counts) for h in inputs]
-            found = [output(layers[0], h, mesh.pcp, counts) for h in inputs]
+            found = [output(layers[0], h, mesh.pcp, counts, lag) for h in inputs]
             for a, b in zip(found, wanted, strict=True):
                 assert torch.equal(a, b), f"rank {rank}, {counts} rows: {(a - b).abs().max()}"
             assert mesh.take_log() == slow.pcp.log, f"rank {rank}, {counts} rows"
             slow.pcp.log = []
             if captures is not None:
-                run = partial(_thrice, lambda h, n=counts: output(layers[0], h, mesh.pcp, n))
+                run = partial(_thrice, lambda h, n=counts: output(layers[0], h, mesh.pcp, n, lag))
                 held.append(_compare_replayed(captures, run, inputs, wanted))
                 mesh.take_log()
     assert set(mesh.pcp.seconds) == set(slow.pcp.seconds) == {"experts"}

@@ -31,6 +31,7 @@ class EngineConfig:
     decode_context_parallel_size: int = 1
     enable_expert_parallel: bool = False
     all2all_backend: str = "allgather_reducescatter"
+    disable_custom_all_reduce: bool = False  # exchange between GPUs by NCCL alone
     moe_backend: str = "auto"
     attention_backend: str = "auto"
     dense_weights: str = "auto"  # FP8 linears on a GPU: bf16 (expanded), fp8 (one byte), auto (bf16 where it fits)
@@ -48,7 +49,7 @@ class EngineConfig:
     enable_prefix_caching: bool = True
     swa_bounded_replay: bool | None = None  # None: on, but off in float32, the dtype for exact results
     enforce_eager: bool = False
-    async_scheduling: bool | None = None  # None: off
+    async_scheduling: bool | None = None  # None: on with GPUs, off on the CPU
     load_format: str = "auto"  # auto, dummy
     hf_overrides: dict[str, Any] = field(default_factory=dict)
     engram_config: dict[str, Any] = field(default_factory=dict)  # {"cpu_offload": bool}

@@ -75,6 +75,7 @@ def add_engine_flags(parser: argparse.ArgumentParser) -> None:
     _value(parallel, "decode_context_parallel_size", int, "only 1 is supported", "-dcp")
     _switch(parallel, "enable_expert_parallel", "has no effect: whole experts are always spread over all ranks", "-ep")
     _value(parallel, "all2all_backend", str, "exchange of the experts")
+    _switch(parallel, "disable_custom_all_reduce", "exchange between GPUs by NCCL alone, not by their copy engines")
 
     model = parser.add_argument_group("model and kernels")
     _value(model, "tokenizer", str, "folder of tokenizer.json (default: MODEL)")
@@ -128,7 +129,7 @@ def add_engine_flags(parser: argparse.ArgumentParser) -> None:
     _value(schedule, "max_num_partial_prefills", int, "most prompts prefilled in one step; 0: no cap")
     _value(schedule, "max_logprobs", int, "most log-probabilities per token that a request may ask for")
     _value(schedule, "max_queue", int, "waiting requests above which new ones are turned away; 0: no limit")
-    _switch(schedule, "async_scheduling", "schedule the next step while one runs (default off)")
+    _switch(schedule, "async_scheduling", "schedule the next step while one runs (default: on with GPUs)")
     _value(schedule, "step_timeout", float, "seconds without progress of a step after which the engine ends")
     _switch(schedule, "check_caches", "debug: compare the caches of all context parallel ranks after each step")
 

@@ -93,9 +93,6 @@ FOREIGN_OPTIONS: dict[str, ForeignOption] = {
     "compilation_config": ForeignOption(
         dict, anything, "has no effect: nothing is compiled by torch; --enforce-eager turns CUDA graphs off", ("-cc",)
     ),
-    "disable_custom_all_reduce": ForeignOption(
-        bool, anything, "has no effect: collectives always go through NCCL or gloo"
-    ),
 }
 
 

@@ -41,7 +41,7 @@ from paraflash.model.inputs import Inputs, Packed, step_shape
 from paraflash.model.transformer import Transformer, no_probe
 from paraflash.model.weights import Numerics, pack_linears
 from paraflash.parallel.exchange import RowGather
-from paraflash.parallel.mesh import Mesh
+from paraflash.parallel.mesh import Mesh, use_copies
 from paraflash.parallel.plan import own_part, pick_rows
 
 DEFAULT_CPU_KV_BYTES = 1 << 30
@@ -71,6 +71,9 @@ class ModelRunner:
     def load(self) -> None:
         """Loads this rank's weights and allocates the caches, equally large on all ranks."""
         config, model, mesh = self.config, self.model_config, self.mesh
+        assert config.max_num_batched_tokens is not None
+        if not config.disable_custom_all_reduce:  # before the memory that is left is divided
+            use_copies(mesh, config.max_num_batched_tokens, model.hidden_size * self.numerics.dtype.itemsize)
         first_expert, _ = self._shard.experts(model.num_experts)
         first_token, _ = split_range(model.vocab_size, mesh.tp.rank, mesh.tp.size)
         self.token_map = None
@@ -201,6 +204,7 @@ class ModelRunner:
             "engram_device_bytes": on_device.nbytes if on_device else 0,
             "kv_cache_dtype": self.format.name,
             "dense_weights": self.dense_weights,
+            "copied_exchange": self.mesh.pcp.copies is not None,  # large exchanges of the experts by copy engines
             "graphs": None if self.graphs is None else self.graphs.counts(),
             "kernels": self.kernels.name,
             "kernel_choices": dict(self.kernels.info),

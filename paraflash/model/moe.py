@@ -43,7 +43,7 @@ class MoE:
         the scatter beside whatever the caller does before it asks for the output and then the shared expert's down.
         """
         k, m, rounded, alone = self.kernels, self.model, self.numerics.round_inputs, rows.group.size == 1
-        gathered = rows.gather_start(h)
+        gathered = rows.gather_start(h, returns=True)
         # Of few rows every rank routes all: ids and weights of their own would be one more exchange, or copies.
         routing = rows.gather_packed_start(*self.route(h)) if rows.large(h) else None
         gate, up = k.linear(h, self.w1, rounded), k.linear(h, self.w3, rounded)
@@ -51,8 +51,9 @@ class MoE:
         def shared() -> Tensor:
             return k.linear(k.swiglu(gate, up, m.swiglu_limit), self.w2, rounded)
 
+        early = None if routing is None else routing.wait()  # before the rows, see `Copies`
         everyone = gathered.wait()
-        ids, weights = self.route(everyone) if routing is None else routing.wait()
+        ids, weights = self.route(everyone) if early is None else early
         more = shared() if alone else None  # then nothing is between the experts and the shared one's share
         routed = k.experts(everyone, ids, weights, self.experts, m.swiglu_limit, rounded, more)
         summed = rows.reduce_scatter_start(routed)

@@ -38,18 +38,18 @@ class RowGather:
         """x [counts[rank], ..] -> [total, ..]. No rank has rows: no collective."""
         return self.gather_start(x).wait()
 
-    def gather_start(self, x: Tensor) -> Started[Tensor]:
-        """`gather`, waited for later."""
+    def gather_start(self, x: Tensor, returns: bool = False) -> Started[Tensor]:
+        """`gather`, waited for later. returns: the rows come back by `reduce_scatter_start`, as the next that do."""
         if x.shape[0] != self.local:
             raise ValueError(f"{self.label}: {x.shape[0]} rows for a plan of {self.local}")
         if self.group.size == 1 or self.padded == 0:
             return done(x)
-        started = self.group.all_gather_start(self.pad(x), self.label)
+        started = self.group.all_gather_start(self.pad(x), self.label, returns)
         return started if self._full else started.then(self._without_pads)
 
     def reduce_scatter_start(self, x: Tensor) -> Started[Tensor]:
-        """Inverse of `gather` with a sum, waited for later: x [total, ..], one summand a rank -> this rank's rows
-        [counts[rank], ..]."""
+        """Inverse of a gather that `returns`, with a sum, waited for later: x [total, ..], one summand a rank -> this
+        rank's rows [counts[rank], ..]."""
         if self.group.size == 1 or self.padded == 0:
             return done(x)
         started = self.group.reduce_scatter_start(x if self._full else self._with_pads(x), self.label)

@@ -6,7 +6,8 @@ that a test can show that all ranks issue the same ones; a group of one rank iss
 
 Over NCCL a collective may be *started*: it runs on the group's own stream while the rank's stream goes on, until its
 `wait`. Between the two only started collectives of the same group may be issued, so that the streams alone put all
-collectives of a group in one order. Elsewhere a started collective is done at once.
+collectives of a group in one order. Elsewhere a started collective is done at once. A large gather whose rows return as
+sums goes by the GPUs' copy engines where they reach each other (`copies.py`).
 
 Gloo reduces in a ring of 2 (n - 1) hops, each of them a wake-up of another process, and has no reduce-scatter but a
 full all-reduce. Small sums over gloo are therefore an exchange in one hop and a local sum in rank order.
@@ -14,6 +15,7 @@ full all-reduce. Small sums over gloo are therefore an exchange in one hop and a
 
 from __future__ import annotations
 
+import logging
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -25,12 +27,18 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from paraflash.parallel.copies import Copies, checked, map_peers, shared_memory
+
 # Newer torch renames these two; the older names still work there but warn.
 _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 _reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
 # A backstop: the executor notices a stuck step earlier. Loading may keep a rank away from its peers for minutes.
 COLLECTIVE_TIMEOUT = timedelta(minutes=30)
+
+COPIED_ROWS = 64  # of a rank beyond its even share of a step
+
+log = logging.getLogger("paraflash.mesh")
 
 T = TypeVar("T")
 U = TypeVar("U")
@@ -55,11 +63,15 @@ class Started(Generic[T]):
     to the rank's stream again."""
 
     def __init__(self, wait: Callable[[], T], *held: Tensor):
-        self._wait, self._held = wait, held
+        self._wait: Callable[[], T] | None = wait
+        self._held = held
 
     def wait(self) -> T:
-        """The result, for work that the current stream is given from now on. To be called once."""
-        result, self._held = self._wait(), ()
+        """The result, for work that the current stream is given from now on. Raises RuntimeError the second time."""
+        wait, self._wait = self._wait, None
+        if wait is None:
+            raise RuntimeError("a collective was waited for twice")
+        result, self._held = wait(), ()
         return result
 
     def then(self, work: Callable[[T], U]) -> Started[U]:
@@ -82,6 +94,7 @@ class Group:
     handle: Any = None
     gloo: bool = False
     own_stream: bool = False  # started collectives run beside the rank's stream
+    copies: Copies | None = None  # what large round trips go by instead
     log: list[Collective] | None = None  # None: do not log
     seconds: dict[str, float] = field(default_factory=dict)  # host time by label since the last reset
 
@@ -136,15 +149,24 @@ class Group:
         self._note("reduce_scatter", label, x, start)
         return out
 
-    def all_gather_start(self, x: Tensor, label: str) -> Started[Tensor]:
-        """`all_gather`, waited for later. x must not be written before."""
+    def all_gather_start(self, x: Tensor, label: str, returns: bool = False) -> Started[Tensor]:
+        """`all_gather`, waited for later. x must not be written before.
+
+        returns: `reduce_scatter_start` of as many rows follows, and nothing else that returns before it; the result may
+        be a view that the next such gather writes over.
+        """
+        if returns and self.copies is not None and self.copies.holds(x.nbytes):
+            return self._copied("all_gather", self.copies.gather, x, label)
         if not self.own_stream:
             return done(self.all_gather(x, label))
         out = x.new_empty((self.size * x.shape[0], *x.shape[1:]))
         return self._started("all_gather", _all_gather, out, x.contiguous(), label)
 
     def reduce_scatter_start(self, x: Tensor, label: str) -> Started[Tensor]:
-        """`reduce_scatter`, waited for later. x must not be written before."""
+        """`reduce_scatter` of what a gather that `returns` has led to, waited for later. x must not be written
+        before."""
+        if self.copies is not None and self.copies.holds(x.nbytes // self.size):
+            return self._copied("reduce_scatter", self.copies.scatter, x, label)
         if not self.own_stream:
             return done(self.reduce_scatter(x, label))
         out = x.new_empty((x.shape[0] // self.size, *x.shape[1:]))
@@ -156,12 +178,28 @@ class Group:
         self._note(op, label, x, start)
 
         def wait() -> Tensor:
-            start = time.perf_counter()
             work.wait()  # of the stream, not of the host
-            self._spent(label, start)
             return out
 
-        return Started(wait, x, out)
+        return Started(self._clocked(wait, label), x, out)
+
+    def _copied(
+        self, op: str, send: Callable[[Tensor], Callable[[], Tensor]], x: Tensor, label: str
+    ) -> Started[Tensor]:
+        start = time.perf_counter()
+        x = x.contiguous()
+        wait = send(x)
+        self._note(op, label, x, start)
+        return Started(self._clocked(wait, label), x)
+
+    def _clocked(self, wait: Callable[[], Tensor], label: str) -> Callable[[], Tensor]:
+        def clocked() -> Tensor:
+            start = time.perf_counter()
+            result = wait()
+            self._spent(label, start)
+            return result
+
+        return clocked
 
 
 @dataclass
@@ -270,3 +308,35 @@ def _new_group(ranks: list[int], gloo: bool) -> Any:
     options = dist.ProcessGroupNCCL.Options(is_high_priority_stream=True)
     options._timeout = COLLECTIVE_TIMEOUT  # or torch warns that the argument overrides it
     return dist.new_group(ranks, timeout=COLLECTIVE_TIMEOUT, pg_options=options)
+
+
+def use_copies(mesh: Mesh, tokens: int, row_bytes: int) -> None:
+    """From now on large round trips of the PCP group go by copy engines, where NCCL would do them and its GPUs can map
+    each other's memory. tokens: of the largest step; row_bytes: of a hidden row. To be called on all ranks."""
+    group = mesh.pcp
+    if not group.own_stream:
+        return
+    peers = [local_device("cuda", r * mesh.tp.size + mesh.tp.rank) for r in range(group.size)]
+    nbytes = (-(-tokens // group.size) + COPIED_ROWS) * row_bytes
+    limit = int(COLLECTIVE_TIMEOUT.total_seconds() * 1000)
+    stages: tuple[Callable[[Any], Any], ...] = (
+        lambda _: shared_memory(peers, group.rank, nbytes),
+        lambda own: map_peers(own, group.handle, group.rank, group.size, limit),
+        checked,
+    )
+    made = None
+    for stage in stages:  # each needs all ranks, so one that fails is the last on all
+        problem = "on another rank"
+        try:
+            made = stage(made)
+        except RuntimeError as error:
+            made, problem = None, str(error)
+        if not mesh.agree_min(int(made is not None)):
+            log.warning("the experts' exchange goes by NCCL: GPUs cannot write each other's memory (%s)", problem)
+            return
+    group.copies = made
+
+    def drop() -> None:
+        group.copies = None
+
+    mesh.before_close.append(drop)

@@ -59,6 +59,16 @@ def test_missing_cells_are_said_and_changes_are_relative_to_the_first_topology()
     assert "TP1/PCP2 over TP2/PCP1 +25.0%" in text
 
 
+def test_a_timed_group_takes_the_place_of_collectives_and_of_nothing_else() -> None:
+    from rank_runner import TimedGroup
+
+    from paraflash.parallel.mesh import Group
+
+    timed = {"all_gather", "all_reduce", "reduce_scatter", "all_gather_start", "reduce_scatter_start"}
+    named = {name for name in vars(TimedGroup) if callable(getattr(TimedGroup, name)) and not name.startswith("__")}
+    assert named & set(dir(Group)) == timed
+
+
 def test_the_parts_of_a_recorded_step_make_up_its_time(tmp_path: Path) -> None:
     from rank_runner import BenchRunner
 

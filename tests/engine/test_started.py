@@ -12,10 +12,13 @@ import torch
 from in_process import Meeting, ThreadGroup
 from torch import Tensor
 
+from paraflash.parallel import copies as copies_module
 from paraflash.parallel import mesh as mesh_module
+from paraflash.parallel.copies import GATHER, SCATTER, Copies
 from paraflash.parallel.exchange import RowGather
 from paraflash.parallel.mesh import Group, Mesh, done
 from tests import moe_layer
+from tests.shared_windows import windows
 
 
 def test_a_group_of_one_and_one_without_a_stream_of_its_own_start_nothing() -> None:
@@ -93,6 +96,36 @@ def test_an_moe_layer_gives_the_same_bits_and_the_same_log(
     assert all(set(g.seconds) == ({"experts"} if issued else set()) for g in late)
 
 
+@pytest.mark.parametrize("counts", [[3, 4], [0, 5], [2, 2]])
+def test_a_trip_by_copy_engines_gives_the_same_bits(counts: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
+    """And it is waited for after every collective beside it."""
+    monkeypatch.setattr(moe_layer.exchange, "OWN_BYTES", 128)  # so that the routing is exchanged too
+    monkeypatch.setattr(copies_module, "LEAST_BYTES", 128)
+    monkeypatch.setattr(moe_layer, "EXPERTS", 4 * len(counts))
+    shared = windows(len(counts))
+    taken: list[int] = []
+
+    def layer(rank: int, group: Any) -> Tensor:
+        window = shared[rank]
+
+        def take(other: int, flag: int) -> None:
+            taken.append(flag)
+            assert len(group.waited) == 1, "the routing is still under way"
+            window.take_flag(other, flag)
+
+        if group.own_stream:
+            group.copies = Copies(window._replace(take_flag=take), None)
+        mesh = Mesh(rank, Group("tp", 1, 0), group, torch.device("cpu"))
+        h = torch.randn(counts[rank], 32, generator=torch.Generator().manual_seed(rank))
+        return moe_layer.output(moe_layer.make_layer(mesh, 32, torch.float32), h, group, counts)
+
+    found, late = on_ranks(len(counts), True, layer)
+    wanted, groups = on_ranks(len(counts), False, layer)
+    assert all(torch.equal(a, b) for a, b in zip(found, wanted, strict=True))
+    assert sorted(taken) == [GATHER, GATHER, SCATTER, SCATTER]
+    assert [g.log for g in late] == [g.log for g in groups]
+
+
 def test_parts_of_all_sizes_are_started_together(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(moe_layer.exchange, "OWN_BYTES", 1024)
     parts = [torch.arange(7.0), torch.randn(7, 100), torch.randn(7, 3).bfloat16(), torch.rand(7, 90)]
@@ -112,6 +145,10 @@ def test_what_is_sent_lives_until_the_wait() -> None:
     assert len(started._held) == 2
     assert started.then(lambda x: x + 1).wait() == 2
     assert not started._held and done(3).wait() == 3
+    twice = done(4)
+    twice.wait()
+    with pytest.raises(RuntimeError, match="twice"):
+        twice.wait()
 
 
 def test_started_over_gloo_processes(tmp_path: Path) -> None:

@@ -1,4 +1,5 @@
-"""On two GPUs over NCCL: an exchange that runs beside products gives the bits of one that is waited for at once."""
+"""On two GPUs: an exchange that runs beside products, by NCCL or by copy engines, gives the bits of one by NCCL that is
+waited for at once."""
 
 from __future__ import annotations
 
@@ -18,11 +19,12 @@ CASES = [[8, 8], [2048, 2048], [1500, 1497], [5, 0], [0, 900], [0, 0]]
 
 
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
-def test_an_moe_layer_run_as_it_is_and_replayed(tmp_path: Path) -> None:
-    torch.multiprocessing.spawn(nccl_rank, (f"file://{tmp_path / 'meet'}",), nprocs=2)
+@pytest.mark.parametrize("copied", [0, 4096], ids=["NCCL", "copy engines"])
+def test_an_moe_layer_run_as_it_is_and_replayed(tmp_path: Path, copied: int) -> None:
+    torch.multiprocessing.spawn(nccl_rank, (f"file://{tmp_path / 'meet'}", copied), nprocs=2)
 
 
-def nccl_rank(rank: int, init: str) -> None:
+def nccl_rank(rank: int, init: str, copied: int) -> None:
     from paraflash.engine.graphs import cuda_capture
 
-    moe_layer.compare(rank, 2, "cuda", init, 2048, CASES, cuda_capture, rounds=6)
+    moe_layer.compare(rank, 2, "cuda", init, 2048, CASES, cuda_capture, rounds=6, copied=copied)
