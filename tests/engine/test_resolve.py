@@ -45,10 +45,22 @@ def test_without_rounding_the_cache_takes_the_compute_dtype(model: ModelConfig, 
     assert (config.dtype, config.kv_cache_dtype) == (dtype, dtype)
 
 
-def test_scheduling_ahead_is_off_unless_asked_for(model: ModelConfig) -> None:
+def test_scheduling_ahead_is_off_on_the_cpu_unless_asked_for(model: ModelConfig) -> None:
     assert resolve(cpu(), model).async_scheduling is False
     assert resolve(cpu(async_scheduling=False), model).async_scheduling is False
     assert resolve(cpu(async_scheduling=True), model).async_scheduling is True
+
+
+def test_scheduling_ahead_is_on_with_gpus_unless_caches_are_looked_at(
+    model: ModelConfig, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr("torch.cuda.is_available", lambda: True)
+    monkeypatch.setattr("torch.cuda.device_count", lambda: 1)
+    gpu = EngineConfig(model=NARROW, device="cuda")
+    assert resolve(gpu, model).async_scheduling is True
+    assert resolve(replace(gpu, async_scheduling=False), model).async_scheduling is False
+    assert resolve(replace(gpu, check_caches=True), model).async_scheduling is False
+    assert not caplog.text, "nobody asked for it"
 
 
 def test_scheduling_ahead_is_off_with_a_word_where_caches_are_looked_at_between_steps(
