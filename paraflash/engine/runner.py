@@ -71,8 +71,8 @@ class ModelRunner:
     def load(self) -> None:
         """Loads this rank's weights and allocates the caches, equally large on all ranks."""
         config, model, mesh = self.config, self.model_config, self.mesh
-        if mesh.pcp.own_stream and not config.disable_custom_all_reduce:  # before the memory that is left is divided
-            assert config.max_num_batched_tokens is not None
+        if mesh.pcp.own_stream and not config.disable_custom_all_reduce:
+            assert config.max_num_batched_tokens is not None  # and before the memory that is left is divided
             use_copies(mesh, config.max_num_batched_tokens, model.hidden_size * self.numerics.dtype.itemsize)
         first_expert, _ = self._shard.experts(model.num_experts)
         first_token, _ = split_range(model.vocab_size, mesh.tp.rank, mesh.tp.size)
