@@ -311,8 +311,8 @@ def _new_group(ranks: list[int], gloo: bool) -> Any:
 
 
 def use_copies(mesh: Mesh, tokens: int, row_bytes: int) -> None:
-    """From now on large round trips of the PCP group go by copy engines instead of NCCL, if its GPUs can map each other's
-    memory. tokens: of the largest step; row_bytes: of a hidden row. To be called on all ranks."""
+    """From now on large round trips of the PCP group go by copy engines instead of NCCL, if its GPUs can map the memory
+    of each other. tokens: of the largest step; row_bytes: of a hidden row. To be called on all ranks."""
     group = mesh.pcp
     peers = [local_device("cuda", r * mesh.tp.size + mesh.tp.rank) for r in range(group.size)]
     nbytes = (-(-tokens // group.size) + COPIED_ROWS) * row_bytes

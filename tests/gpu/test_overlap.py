@@ -1,5 +1,4 @@
-"""On two GPUs: an exchange that runs beside products, by NCCL or by copy engines, gives the bits of one by NCCL that is
-waited for at once."""
+"""An exchange that runs beside products, by NCCL or by copy engines, gives the bits of one that is waited for at once."""
 
 from __future__ import annotations
 
@@ -9,6 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from paraflash.parallel import copies
 from tests import moe_layer
 
 if not torch.cuda.is_available() or os.environ.get("TRITON_INTERPRET") == "1":
@@ -28,3 +28,15 @@ def nccl_rank(rank: int, init: str, copied: int) -> None:
     from paraflash.engine.graphs import cuda_capture
 
     moe_layer.compare(rank, 2, "cuda", init, 2048, CASES, cuda_capture, rounds=6, copied=copied)
+
+
+@pytest.mark.skipif(torch.cuda.device_count() > 1, reason="with more GPUs each rank has its own")
+def test_ranks_that_share_a_gpu_write_each_others_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What one GPU can show of the copies: the memory, the flags and the streams, without graphs, which gloo forbids."""
+    monkeypatch.setenv("TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES", "1")
+    torch.multiprocessing.spawn(sharing_rank, (f"file://{tmp_path / 'meet'}",), nprocs=2)
+
+
+def sharing_rank(rank: int, init: str) -> None:
+    copies.LEAST_BYTES = 1
+    moe_layer.compare(rank, 2, "cuda", init, 2048, CASES, rounds=4, copied=4096)
