@@ -1,4 +1,5 @@
-"""An exchange that runs beside products, by NCCL or by copy engines, gives the bits of one that is waited for at once."""
+"""An exchange that runs beside products, by NCCL or by copy engines, gives the bits of one that is waited for at
+once."""
 
 from __future__ import annotations
 
@@ -32,7 +33,7 @@ def nccl_rank(rank: int, init: str, copied: int) -> None:
 
 @pytest.mark.skipif(torch.cuda.device_count() > 1, reason="with more GPUs each rank has its own")
 def test_ranks_that_share_a_gpu_write_each_others_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What one GPU can show of the copies: the memory, the flags and the streams, without graphs, which gloo forbids."""
+    """What one GPU can show of the copies: memory, flags and streams, without graphs, which gloo forbids."""
     monkeypatch.setenv("TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES", "1")
     torch.multiprocessing.spawn(sharing_rank, (f"file://{tmp_path / 'meet'}",), nprocs=2)
 
