@@ -35,11 +35,17 @@ eval: setup
 ablation: setup
 	$(BIN)/python -m training.ablation
 
-test-gpu: setup
+# GPU targets want the torch that was measured: make TORCH=torch==2.11.0 test-gpu, in a clone without a .venv.
+$(VENV)/.ready-gpu: $(READY)
+	$(BIN)/pip install --quiet -e ".[dev,cuda]"
+	$(BIN)/pip install --quiet --no-deps sgl-flash-mla==1.0.0
+	touch $@
+
+test-gpu: $(VENV)/.ready-gpu
 	$(BIN)/python -m pytest tests/gpu
 
 # Two GPUs of one machine: correctness, collectives, and prefill at TP2/PCP1 against TP1/PCP2, in one time box.
-bench-2gpu: setup
+bench-2gpu: $(VENV)/.ready-gpu
 	$(BIN)/python benchmarks/two_gpus.py --out build/bench-2gpu
 
 # A small sweep over three splits on the CPU; the report is written to bench-results/.

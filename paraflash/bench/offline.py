@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import sys
 import time
 from collections import Counter
 from pathlib import Path
@@ -36,6 +37,20 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
+    from paraflash.engine.executor import EngineDeadError
+
+    try:
+        _measure(args)
+    except (ValueError, OSError, MemoryError) as error:
+        print(f"paraflash bench offline: error: {error}", file=sys.stderr)
+        return 2
+    except EngineDeadError as error:
+        print(f"paraflash bench offline: the engine ended: {error}", file=sys.stderr)
+        return 1
+    return 0
+
+
+def _measure(args: argparse.Namespace) -> None:
     from paraflash.engine.engine import EngineCore
 
     start = time.perf_counter()
@@ -45,13 +60,30 @@ def run(args: argparse.Namespace) -> int:
         dense = result["info"]["ranks"][0]["dense_weights"]
         capacity = result["info"]["kv_capacity_tokens"]
         print(f"loaded in {result['load_seconds']:.1f} s, dense weights {dense}, KV for {capacity} tokens")
+        _check_lengths(core, args)
         result["prefill"] = _prefill_matrix(core, args)
-        result["decode"] = [_decode(core, n, args.decode_context, args.decode_tokens) for n in args.decode]
+        result["decode"] = [_decode(core, n, args) for n in args.decode]
     finally:
         core.shutdown()
         if args.json:
             args.json.write_text(json.dumps(result, indent=1, default=str) + "\n", encoding="utf-8")
-    return 0
+
+
+def _check_lengths(core: EngineCore, args: argparse.Namespace) -> None:
+    """Raises ValueError for a load that the engine would refuse when half of the figures are there."""
+    limit = core.config.max_model_len or 0
+    if max(args.input_len, default=0) >= limit:
+        raise ValueError(
+            f"--input-len is {max(args.input_len)}, but a request holds {limit} tokens, its answer of one included; "
+            "use shorter prompts or a larger --max-model-len"
+        )
+    budget = min([*args.budgets, core.config.max_num_batched_tokens or limit])
+    needed = args.decode_context + _decode_tokens(budget, max(args.decode, default=0), args)
+    if args.decode and needed > limit:
+        raise ValueError(
+            f"--decode-context is {args.decode_context} and {needed} with what is generated, but a request holds "
+            f"{limit} tokens; use a smaller --decode-context or a larger --max-model-len"
+        )
 
 
 def _prompt(core: EngineCore, size: int, number: int) -> list[int]:
@@ -119,14 +151,18 @@ def _prefill(core: EngineCore, size: int, concurrency: int, prompts: int) -> dic
     }
 
 
-def _decode(core: EngineCore, requests: int, context: int, tokens: int) -> dict[str, Any]:
+def _decode_tokens(budget: int, requests: int, args: argparse.Namespace) -> int:
+    """What each request generates: the first one goes on until the last one has been prefilled, one after the other."""
+    return int(args.decode_tokens + requests * -(-args.decode_context // budget) + requests)
+
+
+def _decode(core: EngineCore, requests: int, args: argparse.Namespace) -> dict[str, Any]:
     """Only steps in which every request gets a token count: the prefill before them does not."""
     from paraflash.engine.sampling_params import SamplingParams
 
     _runs["decode"] += 1
-    # The first request goes on until the last one has been prefilled, one prompt after the other.
-    budget = core.scheduler.config.max_num_batched_tokens or context
-    tokens += requests * -(-context // budget) + requests
+    context = args.decode_context
+    tokens = _decode_tokens(core.config.max_num_batched_tokens or context, requests, args)
     params = SamplingParams(temperature=0.0, max_tokens=tokens, ignore_eos=True)
     for i in range(requests):
         core.add_request(f"d{_runs['decode']}-{i}", _prompt(core, context, 10**6 * _runs["decode"] + i), params)
