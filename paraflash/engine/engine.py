@@ -111,7 +111,7 @@ class EngineCore:
         self._states.pop(request_id, None)
 
     def has_unfinished(self) -> bool:
-        """Whether `step` has something to do: requests, or a step in flight whose requests have all been aborted."""
+        """Whether `step` has something to do: requests, or a step in flight whose requests have all ended."""
         return self.scheduler.has_unfinished() or self._sent is not None
 
     def step(self) -> list[Delta]:
@@ -132,9 +132,6 @@ class EngineCore:
         else:
             output = self.executor.execute(step)
         deltas = self.scheduler.update(step, output)
-        if self._sent and not self.scheduler.has_unfinished():  # it has rows of requests that have ended, no others
-            self.scheduler.update(self._sent, self.executor.receive())
-            self._sent = None
         self._advance_grammars(deltas)
         for component, seconds in output.timings.items():
             self._timings[component] += seconds

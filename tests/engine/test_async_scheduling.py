@@ -227,13 +227,13 @@ def test_a_last_token_does_not_wait_for_the_step_sent_after_it(position: int, tm
     write_model(tmp_path, random_text_config(600, 1, 1), 600)
     rules: dict[str, Any] = {"temperature": 0.0, "ignore_eos": True}
     with local_engine(tmp_path, 1, 1, async_scheduling=True, check_caches=False) as core:
-        core.add_request("free", prompt(20), SamplingParams(max_tokens=position + 1, **rules))
+        core.add_request("free", [5, 6, 7], SamplingParams(max_tokens=position + 1, **rules))
         tokens: list[int] = []
         while core.has_unfinished():
             tokens += [token for delta in core.step() for token in delta.token_ids]
         count = tokens.index(tokens[-1]) + 1
         before = len(core.executor.steps)
-        core.add_request("r", prompt(20), SamplingParams(max_tokens=30, stop_token_ids=[tokens[-1]], **rules))
+        core.add_request("r", [5, 6, 7], SamplingParams(max_tokens=30, stop_token_ids=[tokens[-1]], **rules))
         ends = [delta.finish_reason for _ in range(count) for delta in core.step()]
         assert ends == [None] * (count - 1) + ["stop"]
         assert len(core.executor.steps) - before == count, "the step that was sent before the end was known"
