@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import statistics
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any
@@ -93,13 +94,16 @@ class TimedGroup(Group):
 
     # A collective that is timed runs by itself: beside others its time would not be its own.
 
-    def all_gather_start(self, x: Tensor, label: str, returns: bool = False) -> Started[Tensor]:
+    def all_gather_start(self, x: Tensor, label: str) -> Started[Tensor]:
         timed = self.recorder is not None and self.recorder.on
-        return done(self.all_gather(x, label)) if timed else super().all_gather_start(x, label, returns)
+        return done(self.all_gather(x, label)) if timed else super().all_gather_start(x, label)
 
     def reduce_scatter_start(self, x: Tensor, label: str) -> Started[Tensor]:
         timed = self.recorder is not None and self.recorder.on
         return done(self.reduce_scatter(x, label)) if timed else super().reduce_scatter_start(x, label)
+
+    def out_start(self, xs: Sequence[Tensor], label: str) -> Started[list[Tensor]] | None:
+        return None if self.recorder is not None and self.recorder.on else super().out_start(xs, label)
 
 
 class TimedKernels:

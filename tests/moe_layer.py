@@ -105,7 +105,8 @@ def compare(
             found = [output(layers[0], h, mesh.pcp, counts, lag) for h in inputs]
             for a, b in zip(found, wanted, strict=True):
                 assert torch.equal(a, b), f"rank {rank}, {counts} rows: {(a - b).abs().max()}"
-            assert mesh.take_log() == slow.pcp.log, f"rank {rank}, {counts} rows"
+            logged = mesh.take_log()
+            assert copied or logged == slow.pcp.log, f"rank {rank}, {counts} rows"
             slow.pcp.log = []
             if captures is not None:
                 run = partial(_thrice, lambda h, n=counts: output(layers[0], h, mesh.pcp, n, lag))

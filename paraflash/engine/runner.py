@@ -45,6 +45,7 @@ from paraflash.parallel.mesh import Mesh, use_copies
 from paraflash.parallel.plan import own_part, pick_rows
 
 DEFAULT_CPU_KV_BYTES = 1 << 30
+ROUTING_BYTES = 12  # of a row for each of its experts: id and weight
 LOGIT_ROWS = 256  # rows of logits held at a time for prompt log-probabilities
 
 
@@ -73,7 +74,8 @@ class ModelRunner:
         config, model, mesh = self.config, self.model_config, self.mesh
         if mesh.pcp.own_stream and not config.disable_custom_all_reduce:
             assert config.max_num_batched_tokens is not None  # and before the memory that is left is divided
-            use_copies(mesh, config.max_num_batched_tokens, model.hidden_size * self.numerics.dtype.itemsize)
+            row = model.hidden_size * self.numerics.dtype.itemsize + model.experts_per_token * ROUTING_BYTES
+            use_copies(mesh, config.max_num_batched_tokens, row)
         first_expert, _ = self._shard.experts(model.num_experts)
         first_token, _ = split_range(model.vocab_size, mesh.tp.rank, mesh.tp.size)
         self.token_map = None

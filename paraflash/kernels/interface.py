@@ -7,6 +7,7 @@ reads like the formulas of model.md; every cuda operation is tested against it.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -169,11 +170,18 @@ class Kernels(Protocol):
         limit: float,
         round_input: bool,
         more: Tensor | None = None,
+        rounded: bool = False,
     ) -> Tensor:
         """Sum over the local routed experts of each row -> x dtype [T, D]; ids of other ranks add nothing (3.13).
 
-        `more` [T, D] is added before the fp32 sum is rounded.
+        `more` [T, D] is added before the fp32 sum is rounded. rounded: h has been through `rounded` already.
         """
+
+    def rounded(self, x: Tensor) -> Tensor:
+        """x as a linear with `round_input` takes it, without a second rounding there (model.md 2.4)."""
+
+    def total(self, parts: Sequence[Tensor]) -> Tensor:
+        """Sum of tensors of one shape and dtype, in order, each partial sum rounded to the dtype."""
 
     def swiglu(self, gate: Tensor, up: Tensor, limit: float) -> Tensor:
         """silu(min(gate, limit)) * clamp(up, -limit, limit) in x dtype (model.md 3.13)."""

@@ -13,7 +13,7 @@ from torch import Tensor
 from paraflash.config.model import ModelConfig
 from paraflash.kernels.interface import Expert, Kernels
 from paraflash.model.weights import Numerics, Weights
-from paraflash.parallel.exchange import RowGather, sum_over_tp
+from paraflash.parallel.exchange import RowGather, Trip, sum_over_tp
 from paraflash.parallel.mesh import Mesh
 
 
@@ -43,24 +43,23 @@ class MoE:
         the scatter beside whatever the caller does before it asks for the output and then the shared expert's down.
         """
         k, m, rounded, alone = self.kernels, self.model, self.numerics.round_inputs, rows.group.size == 1
-        gathered = rows.gather_start(h, returns=True)
-        # Of few rows every rank routes all: ids and weights of their own would be one more exchange, or copies.
-        routing = rows.gather_packed_start(*self.route(h)) if rows.large(h) else None
+        # Of few rows every rank routes all; many are sent routed, and as the linears take them.
+        routed_here = not alone and rows.large(h)
+        parts = [k.rounded(h) if rounded else h, *self.route(h)] if routed_here else [h]
+        trip = Trip(rows, parts)
         gate, up = k.linear(h, self.w1, rounded), k.linear(h, self.w3, rounded)
 
         def shared() -> Tensor:
             return k.linear(k.swiglu(gate, up, m.swiglu_limit), self.w2, rounded)
 
-        early = None if routing is None else routing.wait()  # before the rows, see `Copies`
-        everyone = gathered.wait()
-        ids, weights = self.route(everyone) if early is None else early
+        everyone, *routing = trip.out.wait()
+        ids, weights = routing or self.route(everyone)
         more = shared() if alone else None  # then nothing is between the experts and the shared one's share
-        routed = k.experts(everyone, ids, weights, self.experts, m.swiglu_limit, rounded, more)
-        summed = rows.reduce_scatter_start(routed)
+        shares = k.experts(everyone, ids, weights, self.experts, m.swiglu_limit, rounded, more, rounded and routed_here)
+        back = trip.back_start(shares)
 
         def finish() -> Tensor:
-            own = None if alone else shared()
-            out = summed.wait()
-            return sum_over_tp(self.mesh.tp, out if own is None else out + own, rows, "experts")
+            own = [] if alone else [shared()]
+            return sum_over_tp(self.mesh.tp, k.total([*back.wait(), *own]), rows, "experts")
 
         return finish, rows.own(ids), rows.own(weights)

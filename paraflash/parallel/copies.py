@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import contextlib
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -22,6 +22,10 @@ from torch import Tensor
 
 LEAST_BYTES = 1 << 20  # smaller shares of a rank go by the group's collectives, which need fewer launches
 GATHER, SCATTER = 0, 1  # parts of the shared memory, and flags
+
+
+def aligned(nbytes: int) -> int:
+    return -(-nbytes // 256) * 256
 
 
 class Window(NamedTuple):
@@ -34,9 +38,9 @@ class Window(NamedTuple):
     raise_flag: Callable[[int, int], None]  # (rank, flag): at that rank, after what the stream was given before
     take_flag: Callable[[int, int], None]  # (rank, flag): the stream goes on once that rank has raised it here
 
-    def part(self, rank: int, which: int, like: Tensor, rows: int) -> Tensor:
-        """`rows` rows as those of `like`, of the part `which` of that rank's memory."""
-        first = which * self.size * self.nbytes
+    def part(self, rank: int, which: int, like: Tensor, rows: int, before: int = 0) -> Tensor:
+        """`rows` rows as those of `like`, of the part `which` of that rank's memory, behind `before` bytes of it."""
+        first = which * self.size * self.nbytes + before
         count = rows * like[0].nbytes
         return self.buffers[rank][first : first + count].view(like.dtype).view(rows, *like.shape[1:])
 
@@ -44,8 +48,8 @@ class Window(NamedTuple):
 class Copies:
     """Exchanges through a window. `stream`: where copies run beside the caller's stream; None (CPU): within it.
 
-    Collectives that run beside a trip are to be waited for before the trip is: a flag is taken by a kernel that spins,
-    and a graph may put it before such a collective on one rank and behind it on another one.
+    No collective is to be under way when a trip is waited for: a flag is taken by a kernel that spins, and a graph may
+    put it before such a collective on one rank and behind it on another one.
     """
 
     def __init__(self, window: Window, stream: torch.cuda.Stream | None):
@@ -56,27 +60,37 @@ class Copies:
         """Whether shares of so many bytes are exchanged here; the same on all ranks for padded shares."""
         return LEAST_BYTES <= nbytes <= self.window.nbytes
 
-    def gather(self, x: Tensor) -> Callable[[], Tensor]:
-        """Starts to send x [n, ..] to all ranks. The result waits for [size * n, ..], rank-major, good until the next
-        gather; x must stay as it is until then."""
-        window, n = self.window, x.shape[0]
+    def gather(self, xs: Sequence[Tensor]) -> Callable[[], list[Tensor]]:
+        """Starts to send each x [n, ..] to all ranks. The result waits for [size * n, ..] of each, rank-major, good
+        until the next gather; xs must stay as they are until then."""
+        window, n = self.window, len(xs[0])
         own = slice(window.rank * n, (window.rank + 1) * n)
-        gathered = window.part(window.rank, GATHER, x, window.size * n)
+
+        def of(rank: int) -> list[Tensor]:
+            found, before = [], 0
+            for x in xs:
+                found.append(window.part(rank, GATHER, x, window.size * n, before))
+                before += aligned(found[-1].nbytes)
+            return found
+
+        gathered = of(window.rank)
         with self._beside():
             for other in self._others:
-                window.part(other, GATHER, x, window.size * n)[own].copy_(x)
+                for theirs, x in zip(of(other), xs, strict=True):
+                    theirs[own].copy_(x)
                 window.raise_flag(other, GATHER)
-            gathered[own].copy_(x)
+            for mine, x in zip(gathered, xs, strict=True):
+                mine[own].copy_(x)
 
-        def wait() -> Tensor:
+        def wait() -> list[Tensor]:
             self._arrived(GATHER)
             return gathered
 
         return wait
 
-    def scatter(self, x: Tensor) -> Callable[[], Tensor]:
-        """Starts to send each rank its rows of x [size * n, ..]. The result waits for this rank's rows [n, ..], summed
-        over the ranks in their order; x must stay as it is until then."""
+    def scatter(self, x: Tensor) -> Callable[[], list[Tensor]]:
+        """Starts to send each rank its rows of x [size * n, ..]. The result waits for this rank's rows [n, ..] of each
+        rank, in their order, good until the next scatter; x must stay as it is until they are used."""
         window = self.window
         parts = list(x.chunk(window.size))
         n = len(parts[0])
@@ -85,14 +99,11 @@ class Copies:
                 window.part(other, SCATTER, x, len(x))[window.rank * n : (window.rank + 1) * n].copy_(parts[other])
                 window.raise_flag(other, SCATTER)
 
-        def wait() -> Tensor:
+        def wait() -> list[Tensor]:
             self._arrived(SCATTER)
             found = list(window.part(window.rank, SCATTER, x, len(x)).chunk(window.size))
             found[window.rank] = parts[window.rank]
-            total = found[0] + found[1]
-            for part in found[2:]:
-                total += part
-            return total
+            return found
 
         return wait
 
@@ -127,8 +138,7 @@ def shared_memory(devices: list[torch.device], rank: int, nbytes: int) -> Tensor
     backend = symmetric.get_backend(device)
     if backend != "CUDA":
         raise RuntimeError(f"torch's symmetric memory uses {backend} here")
-    nbytes = -(-nbytes // 256) * 256
-    return symmetric.empty(2 * len(devices) * nbytes, dtype=torch.uint8, device=device)
+    return symmetric.empty(2 * len(devices) * aligned(nbytes), dtype=torch.uint8, device=device)
 
 
 def map_peers(own: Tensor, handle: Any, rank: int, size: int, timeout_ms: int) -> Copies:
@@ -158,9 +168,9 @@ def checked(copies: Copies) -> Copies:
     """The same, after a trip of known numbers that fills the memory. Raises RuntimeError where they do not arrive."""
     rank, size, nbytes, buffers, _, _ = copies.window
     numbers = torch.arange(1, size + 1, dtype=torch.float32, device=buffers[rank].device)
-    gathered = copies.gather(numbers[rank].expand(nbytes // 4).contiguous())().view(size, -1)
+    gathered = copies.gather([numbers[rank].expand(nbytes // 4).contiguous()])()[0].view(size, -1)
     right = (gathered == numbers[:, None]).all()
     returned = copies.scatter((numbers[rank] * numbers)[:, None].expand(size, nbytes // 4).flatten())()
-    if not bool(right & (returned == numbers[rank] * numbers.sum()).all()):
+    if not bool(right & (torch.stack(returned) == (numbers[rank] * numbers)[:, None]).all()):
         raise RuntimeError("what one GPU writes there another reads differently")
     return copies

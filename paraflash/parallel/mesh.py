@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from datetime import timedelta
@@ -27,7 +27,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from paraflash.parallel.copies import Copies, checked, map_peers, shared_memory
+from paraflash.parallel.copies import Copies, aligned, checked, map_peers, shared_memory
 
 # Newer torch renames these two; the older names still work there but warn.
 _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
@@ -149,28 +149,41 @@ class Group:
         self._note("reduce_scatter", label, x, start)
         return out
 
-    def all_gather_start(self, x: Tensor, label: str, returns: bool = False) -> Started[Tensor]:
-        """`all_gather`, waited for later. x must not be written before.
-
-        returns: `reduce_scatter_start` of as many rows follows, and nothing else that returns before it; the result may
-        be a view that the next such gather writes over.
-        """
-        if returns and self.copies is not None and self.copies.holds(x.nbytes):
-            return self._copied("all_gather", self.copies.gather, x, label)
+    def all_gather_start(self, x: Tensor, label: str) -> Started[Tensor]:
+        """`all_gather`, waited for later. x must not be written before."""
         if not self.own_stream:
             return done(self.all_gather(x, label))
         out = x.new_empty((self.size * x.shape[0], *x.shape[1:]))
         return self._started("all_gather", _all_gather, out, x.contiguous(), label)
 
     def reduce_scatter_start(self, x: Tensor, label: str) -> Started[Tensor]:
-        """`reduce_scatter` of what a gather that `returns` has led to, waited for later. x must not be written
-        before."""
-        if self.copies is not None and self.copies.holds(x.nbytes // self.size):
-            return self._copied("reduce_scatter", self.copies.scatter, x, label)
+        """`reduce_scatter`, waited for later. x must not be written before."""
         if not self.own_stream:
             return done(self.reduce_scatter(x, label))
         out = x.new_empty((x.shape[0] // self.size, *x.shape[1:]))
         return self._started("reduce_scatter", _reduce_scatter, out, x.contiguous(), label)
+
+    def out_start(self, xs: Sequence[Tensor], label: str) -> Started[list[Tensor]] | None:
+        """The first half of a round trip by copy engines: `all_gather` of each x [n, ..], waited for later; None where
+        it does not go by them. What comes is a view that the next trip writes over, and xs must not be written before.
+        The next call is `back_start` of a tensor with as many rows."""
+        if self.copies is None or not self.copies.holds(sum(aligned(x.nbytes) for x in xs)):
+            return None
+        start = time.perf_counter()
+        xs = [x.contiguous() for x in xs]
+        wait = self.copies.gather(xs)
+        for x in xs:
+            self._note("all_gather", label, x, start)
+        return Started(self._clocked(wait, label), *xs)
+
+    def back_start(self, x: Tensor, label: str) -> Started[list[Tensor]]:
+        """The second half: this rank's rows of x [size * n, ..] from each rank, to be summed in their order."""
+        assert self.copies is not None
+        start = time.perf_counter()
+        x = x.contiguous()
+        wait = self.copies.scatter(x)
+        self._note("reduce_scatter", label, x, start)
+        return Started(self._clocked(wait, label), x)
 
     def _started(self, op: str, collective: Any, out: Tensor, x: Tensor, label: str) -> Started[Tensor]:
         start = time.perf_counter()
@@ -183,17 +196,8 @@ class Group:
 
         return Started(self._clocked(wait, label), x, out)
 
-    def _copied(
-        self, op: str, send: Callable[[Tensor], Callable[[], Tensor]], x: Tensor, label: str
-    ) -> Started[Tensor]:
-        start = time.perf_counter()
-        x = x.contiguous()
-        wait = send(x)
-        self._note(op, label, x, start)
-        return Started(self._clocked(wait, label), x)
-
-    def _clocked(self, wait: Callable[[], Tensor], label: str) -> Callable[[], Tensor]:
-        def clocked() -> Tensor:
+    def _clocked(self, wait: Callable[[], T], label: str) -> Callable[[], T]:
+        def clocked() -> T:
             start = time.perf_counter()
             result = wait()
             self._spent(label, start)
@@ -312,7 +316,7 @@ def _new_group(ranks: list[int], gloo: bool) -> Any:
 
 def use_copies(mesh: Mesh, tokens: int, row_bytes: int) -> None:
     """From now on large round trips of the PCP group go by copy engines instead of NCCL, if its GPUs can map the memory
-    of each other. tokens: of the largest step; row_bytes: of a hidden row. To be called on all ranks."""
+    of each other. tokens: of the largest step; row_bytes: that are sent of a row. To be called on all ranks."""
     group = mesh.pcp
     peers = [local_device("cuda", r * mesh.tp.size + mesh.tp.rank) for r in range(group.size)]
     nbytes = (-(-tokens // group.size) + COPIED_ROWS) * row_bytes

@@ -33,6 +33,9 @@ def check_norm_and_streams(kernels: Any, m: Maker, s: Sizes) -> None:
     near(kernels.hc_collapse(streams, pre, weight, 1e-20), collapsed, limit)
     y = m.normal(s.rows, s.hidden)
     near(kernels.hc_expand(y, streams, post, comb), REFERENCE.hc_expand(y, streams, post, comb), limit)
+    for count in range(1, 6):
+        parts = list(torch.stack([y + i * streams[:, 0] for i in range(count)]))
+        assert torch.equal(kernels.total(parts), REFERENCE.total(parts)), "the bits of one sum after another"
     u = m.normal(s.rows, (s.streams + 1) * s.hidden)
     q_weight, k_weight = m.normal(s.streams, s.hidden), m.normal(s.streams, s.hidden)
     found = kernels.engram_write(streams, u, q_weight, k_weight, 1e-20)
@@ -311,3 +314,6 @@ def check_experts(kernels: Any, m: Maker, s: Sizes, local: int, first: int, fp8:
         near(found, REFERENCE.experts(h, ids, weights, values, 10.0, rounded), limit)
         found = kernels.experts(h, ids, weights, packed, 10.0, rounded, h)
         near(found, REFERENCE.experts(h, ids, weights, values, 10.0, rounded, h), limit)
+        if rounded:  # rows that another rank has rounded
+            sent = kernels.rounded(h).clone()
+            assert torch.equal(kernels.experts(sent, ids, weights, packed, 10.0, rounded, h, True), found)

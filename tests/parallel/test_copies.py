@@ -15,7 +15,7 @@ from torch import Tensor
 
 from paraflash.parallel import copies as copies_module
 from paraflash.parallel.copies import Copies, Window, checked
-from paraflash.parallel.exchange import RowGather
+from paraflash.parallel.exchange import RowGather, Trip
 from paraflash.parallel.mesh import Group
 from tests.shared_windows import NBYTES, windows
 
@@ -34,14 +34,14 @@ def test_trips_of_ranks_that_are_late_at_random(size: int) -> None:
         lag = random.Random(rank)
         x = torch.arange(12.0).view(4, 3) + 100 * rank
         for trip in range(30):
-            gathered = copies.gather(x)
+            gathered = copies.gather([x])
             time.sleep(lag.random() * 0.003)
-            seen = gathered()
+            (seen,) = gathered()
             time.sleep(lag.random() * 0.003)
             share = seen * (rank + 1) + trip  # what this rank adds to the rows of all
             back = copies.scatter(share)
             time.sleep(lag.random() * 0.003)
-            x = (back() / 8).round()
+            x = (sum(back()) / 8).round()
         return x
 
     found = on_ranks(size, trips)
@@ -58,8 +58,10 @@ def test_shapes_and_dtypes_may_differ_from_trip_to_trip() -> None:
         found = []
         for shape, dtype in cases:
             x = torch.full(shape, float(rank + 1)).to(dtype)
-            everyone = copies.gather(x)().clone()
-            found.append((everyone, copies.scatter(everyone)()))
+            more = torch.arange(shape[0]) + 10 * rank
+            everyone, numbers = (part.clone() for part in copies.gather([x, more])())
+            assert torch.equal(numbers, torch.cat([torch.arange(shape[0]), torch.arange(shape[0]) + 10]))
+            found.append((everyone, sum(copies.scatter(everyone)())))
         return found
 
     for rank, of_rank in enumerate(on_ranks(2, trips)):
@@ -70,18 +72,16 @@ def test_shapes_and_dtypes_may_differ_from_trip_to_trip() -> None:
             assert summed.shape == shape and (summed == 2 * (rank + 1)).all()
 
 
-def test_sums_are_made_in_the_order_of_ranks() -> None:
-    """So that every rank, and every run, rounds alike."""
-    rows = [torch.randn(4 * 3, 50, generator=torch.Generator().manual_seed(rank)).bfloat16() for rank in range(4)]
+def test_shares_come_in_the_order_of_ranks() -> None:
+    """So that all of them, in every run, round alike."""
+    rows = [torch.full((8, 5), 10.0 * rank) + torch.arange(8.0)[:, None] for rank in range(4)]
 
-    def trip(rank: int, copies: Copies) -> Tensor:
-        copies.gather(rows[rank][:3])()
+    def trip(rank: int, copies: Copies) -> list[Tensor]:
+        copies.gather([rows[rank][:2]])()
         return copies.scatter(rows[rank])()
 
-    found = on_ranks(4, trip)
-    wanted = rows[0] + rows[1] + rows[2] + rows[3]
-    backwards = rows[3] + rows[2] + rows[1] + rows[0]
-    assert torch.equal(torch.cat(found), wanted) and not torch.equal(wanted, backwards)
+    for rank, shares in enumerate(on_ranks(4, trip)):
+        assert [share[0, 0].item() for share in shares] == [10 * r + 2 * rank for r in range(4)]
 
 
 def test_memory_is_checked_before_it_is_used() -> None:
@@ -126,9 +126,9 @@ class Counted:
     def holds(self, nbytes: int) -> bool:
         return self._copies.holds(nbytes)
 
-    def gather(self, x: Tensor) -> Any:
+    def gather(self, xs: Any) -> Any:
         self.halves.append("gather")
-        return self._copies.gather(x)
+        return self._copies.gather(xs)
 
     def scatter(self, x: Tensor) -> Any:
         self.halves.append("scatter")
@@ -136,7 +136,7 @@ class Counted:
 
 
 @pytest.mark.parametrize("counts", [[4, 4], [3, 5], [0, 6], [8, 7], [1, 0], [5, 5, 4]])
-def test_a_row_gather_sends_both_halves_by_copies(counts: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_trip_takes_both_ways_by_copies(counts: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
     """Unequal shares and empty ranks included; the log is that of the collectives."""
     monkeypatch.setattr(copies_module, "LEAST_BYTES", 1)
     size, made = len(counts), windows(len(counts))
@@ -144,9 +144,10 @@ def test_a_row_gather_sends_both_halves_by_copies(counts: list[int], monkeypatch
 
     def trip(rank: int) -> tuple[Tensor, Tensor, Group]:
         group = Group("pcp", size, rank, copies=Counted(Copies(made[rank], None)), log=[])  # type: ignore[arg-type]
-        rows = RowGather(group, counts, "experts")
-        everyone = rows.gather_start(parts[rank], returns=True).wait().clone()
-        return everyone, rows.reduce_scatter_start(everyone * 2.0**rank).wait(), group
+        there = Trip(RowGather(group, counts, "experts"), [parts[rank], torch.arange(counts[rank])])
+        everyone, numbers = (x.clone() for x in there.out.wait())
+        assert torch.equal(numbers, torch.cat([torch.arange(n) for n in counts]))
+        return everyone, sum(there.back_start(everyone * 2.0**rank).wait()), group
 
     with ThreadPoolExecutor(size) as pool:
         found = list(pool.map(trip, range(size)))
@@ -156,12 +157,13 @@ def test_a_row_gather_sends_both_halves_by_copies(counts: list[int], monkeypatch
         assert group.copies.halves == ["gather", "scatter"]  # type: ignore[union-attr]
         assert [(entry.op, entry.shape) for entry in group.log or []] == [
             ("all_gather", (max(counts), 6)),
+            ("all_gather", (max(counts),)),
             ("reduce_scatter", (size * max(counts), 6)),
         ]
 
 
 def test_a_share_that_is_too_large_or_small_goes_by_collectives(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(copies_module, "LEAST_BYTES", 100)
+    monkeypatch.setattr(copies_module, "LEAST_BYTES", 300)
     sent: list[str] = []
 
     class Sent(Group):
@@ -175,10 +177,8 @@ def test_a_share_that_is_too_large_or_small_goes_by_collectives(monkeypatch: pyt
 
     group = Sent("pcp", 2, 0, copies=Copies(windows(2)[0], None))
     for n in (3, NBYTES // 24 + 1):
-        rows = RowGather(group, [n, n], str(n))
-        rows.reduce_scatter_start(rows.gather_start(torch.ones(n, 6), returns=True).wait()).wait()
-        rows.gather_start(torch.ones(n, 6)).wait()
-    assert sent == ["3"] * 3 + [str(NBYTES // 24 + 1)] * 3
-    rows = RowGather(group, [20, 20], "one way")  # fits, but does not return
-    rows.gather_start(torch.ones(20, 6)).wait()
+        there = Trip(RowGather(group, [n, n], str(n)), [torch.ones(n, 6)])
+        assert (there.back_start(there.out.wait()[0]).wait()[0] == 2).all()
+    assert sent == ["3"] * 2 + [str(NBYTES // 24 + 1)] * 2
+    RowGather(group, [20, 20], "one way").gather_start(torch.ones(20, 6)).wait()  # fits, but does not return
     assert sent[-1] == "one way"

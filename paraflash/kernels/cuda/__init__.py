@@ -7,6 +7,7 @@ test models, fp32 attention, records other than bf16). Importing this module nee
 from __future__ import annotations
 
 import logging
+from collections.abc import Sequence
 from typing import Any, cast
 
 import torch
@@ -261,11 +262,19 @@ class CudaKernels:
         limit: float,
         round_input: bool,
         more: Tensor | None = None,
+        rounded: bool = False,
     ) -> Tensor:
         if isinstance(experts, Expert):
-            return reference_moe.experts(h, ids, weights, experts, limit, round_input, more)
+            return reference_moe.experts(h, ids, weights, experts, limit, round_input, more, rounded)
         expected = max(1, round(ids.numel() * experts.count / experts.total))
-        return moe.run_experts(self._round(h, round_input), ids, weights, experts, limit, round_input, expected, more)
+        h = self._round(h, round_input and not rounded)
+        return moe.run_experts(h, ids, weights, experts, limit, round_input, expected, more)
+
+    def rounded(self, x: Tensor) -> Tensor:
+        return self._round(x, True)
+
+    def total(self, parts: Sequence[Tensor]) -> Tensor:
+        return hyper.total(parts)
 
 
 def cuda_kernels(dtype: torch.dtype = torch.bfloat16, moe_backend: str = "auto", trained: bool = True) -> Kernels:

@@ -7,6 +7,8 @@ the fp32 sum and still runs on the tensor cores.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 import triton.language as tl
 from torch import Tensor
@@ -210,6 +212,27 @@ def hc_expand(y: Tensor, streams: Tensor, post: Tensor, comb: Tensor) -> Tensor:
     block = min(1024, power_of_2(d))
     _expand_kernel[(rows, ceil_div(d, block))](y, streams, post, comb, out, D=d, K=k, BLOCK=block, num_warps=4)
     return out
+
+
+@kernel(do_not_specialize=("count",))
+def _total_kernel(a_ptr, b_ptr, c_ptr, out_ptr, count, BLOCK: tl.constexpr):
+    at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    mask = at < count
+    dtype = out_ptr.dtype.element_ty
+    a = tl.load(a_ptr + at, mask=mask, other=0.0).to(tl.float32)
+    b = tl.load(b_ptr + at, mask=mask, other=0.0).to(tl.float32)
+    c = tl.load(c_ptr + at, mask=mask, other=0.0).to(tl.float32)
+    tl.store(out_ptr + at, ((a + b).to(dtype).to(tl.float32) + c).to(dtype), mask=mask)
+
+
+def total(parts: Sequence[Tensor]) -> Tensor:
+    """Three at a time: one pass over memory instead of two, with the bits of two."""
+    done, left = parts[0], parts[1:]
+    while len(left) > 1:
+        a, b, c = done.contiguous(), left[0].contiguous(), left[1].contiguous()
+        done, left = torch.empty_like(a), left[2:]
+        _total_kernel[(ceil_div(a.numel(), 2048),)](a, b, c, done, a.numel(), BLOCK=2048, num_warps=4)
+    return done + left[0] if left else done
 
 
 @kernel

@@ -2,11 +2,23 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from functools import reduce
+from operator import add
+
 import torch
 from torch import Tensor
 
 from paraflash.formats import round_activation
 from paraflash.kernels.interface import Rotary
+
+
+def rounded(x: Tensor) -> Tensor:
+    return round_activation(x)
+
+
+def total(parts: Sequence[Tensor]) -> Tensor:
+    return reduce(add, parts)
 
 
 def linear(x: Tensor, weight: Tensor, round_input: bool = False) -> Tensor:

@@ -37,6 +37,7 @@ def experts(
     limit: float,
     round_input: bool,
     more: Tensor | None = None,
+    rounded: bool = False,
 ) -> Tensor:
     # Pair p is choice p % topk of row p // topk. Local pairs are taken in the order of their experts.
     own = torch.arange(experts.first, experts.first + experts.w1.shape[0], device=h.device)
@@ -44,7 +45,7 @@ def experts(
     counts = torch.bincount(expert, minlength=len(own)).tolist()
     row = pair // ids.shape[1]
 
-    def each(x: Tensor, w: Tensor) -> Tensor:
+    def each(x: Tensor, w: Tensor, round_input: bool) -> Tensor:
         """Every expert's rows of x times its own matrix."""
         parts = zip(counts, x.split(counts), w.unbind(), strict=True)
         return torch.cat([linear(part, matrix, round_input) for count, part, matrix in parts if count])
@@ -53,9 +54,11 @@ def experts(
         return torch.zeros_like(h) if more is None else more.clone()
     x = h[row]
     # The routing weight goes in before w2: equal in exact arithmetic, but not once the input is rounded.
-    a = swiglu(each(x, experts.w1).float(), each(x, experts.w3).float(), limit) * weights.flatten()[pair, None]
+    first = round_input and not rounded
+    gate, up = each(x, experts.w1, first).float(), each(x, experts.w3, first).float()
+    a = swiglu(gate, up, limit) * weights.flatten()[pair, None]
     # A place for every choice: adding to the rows directly would on a GPU sum them in any order.
     parts = torch.zeros(ids.numel(), h.shape[1], dtype=torch.float32, device=h.device)
-    parts[pair] = each(a.to(h.dtype), experts.w2).float()
+    parts[pair] = each(a.to(h.dtype), experts.w2, round_input).float()
     out = parts.view(*ids.shape, -1).sum(1)
     return (out if more is None else out + more).to(h.dtype)
