@@ -102,8 +102,8 @@ class _WithPads(RowGather):
     """Takes as many gathered rows as there are from the front, pads in between included, but returns them as if there
     had been no pads: rows behind a pad get what the experts made of it or of the rows before."""
 
-    def _without_pads(self, x: Tensor) -> Tensor:
-        return x[: self.total] if self.label == "experts" else super()._without_pads(x)
+    def without_pads(self, x: Tensor) -> Tensor:
+        return x[: self.total] if self.label == "experts" else super().without_pads(x)
 
 
 def pads_routed(put: Set) -> None:
