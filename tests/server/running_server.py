@@ -83,12 +83,15 @@ class RunningServer:
     def stat(self, name: str) -> Any:
         return httpx.get(f"{self.url}/status.json").json()["stats"][name]
 
-    def wait_idle(self, timeout: float = 10) -> None:
-        """Until no request is left in the engine. Fails if one stays."""
+    def wait_idle(self, timeout: float = 10, empty: bool = False) -> None:
+        """Until no request is left in the engine; empty: and no KV block is in use. Fails if one stays.
+
+        A request whose client has gone may be taken up only after a moment in which the engine is idle.
+        """
         deadline = time.monotonic() + timeout
         while time.monotonic() < deadline:
             stats = httpx.get(f"{self.url}/status.json").json()["stats"]
-            if stats["running"] == 0 and stats["waiting"] == 0:
+            if stats["running"] == 0 and stats["waiting"] == 0 and not (empty and stats["kv_usage"]):
                 return
             time.sleep(0.02)
         raise AssertionError(f"the engine is not idle: {stats}")
