@@ -84,6 +84,11 @@ def _experts(c: Ceilings, args: tuple[Any, ...], out: Any) -> Tensor:
     return torch.maximum(products, (weights + _bytes(h, out)) / c.bandwidth)
 
 
+def _total(c: Ceilings, args: tuple[Any, ...], out: Any) -> float:
+    parts = args[0]
+    return _bytes(*parts, out) / c.bandwidth if len(parts) > 1 else 0.0
+
+
 _FLOORS: dict[str, Floor] = {
     "linear": _linear,
     "linear_fp32": _linear,
@@ -92,6 +97,7 @@ _FLOORS: dict[str, Floor] = {
     "attend": _attend,
     "select_entries": _select,
     "experts": _experts,
+    "total": _total,
     "rope": lambda c, args, out: 2.0 * _bytes(args[0]) * 64 / args[0].shape[-1] / c.bandwidth,
 }
 
