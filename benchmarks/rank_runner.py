@@ -77,6 +77,10 @@ class Recorder:
 class TimedGroup(Group):
     recorder: Recorder | None = None
 
+    @property
+    def _timing(self) -> bool:
+        return self.recorder is not None and self.recorder.on
+
     def _timed(self, op: str, x: Tensor, label: str) -> Tensor:
         work = getattr(super(), op)
         if self.recorder is None or self.size == 1:
@@ -95,15 +99,13 @@ class TimedGroup(Group):
     # A collective that is timed runs by itself: beside others its time would not be its own.
 
     def all_gather_start(self, x: Tensor, label: str) -> Started[Tensor]:
-        timed = self.recorder is not None and self.recorder.on
-        return done(self.all_gather(x, label)) if timed else super().all_gather_start(x, label)
+        return done(self.all_gather(x, label)) if self._timing else super().all_gather_start(x, label)
 
     def reduce_scatter_start(self, x: Tensor, label: str) -> Started[Tensor]:
-        timed = self.recorder is not None and self.recorder.on
-        return done(self.reduce_scatter(x, label)) if timed else super().reduce_scatter_start(x, label)
+        return done(self.reduce_scatter(x, label)) if self._timing else super().reduce_scatter_start(x, label)
 
     def out_start(self, xs: Sequence[Tensor], label: str) -> Started[list[Tensor]] | None:
-        return None if self.recorder is not None and self.recorder.on else super().out_start(xs, label)
+        return None if self._timing else super().out_start(xs, label)
 
 
 class TimedKernels:

@@ -9,12 +9,12 @@ from __future__ import annotations
 
 import argparse
 import json
-import sys
 import time
 from collections import Counter
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from paraflash.engine.cli import exit_status
 from paraflash.engine.flags import add_engine_flags, engine_config, length
 
 if TYPE_CHECKING:
@@ -37,17 +37,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    from paraflash.engine.executor import EngineDeadError
-
-    try:
-        _measure(args)
-    except (ValueError, OSError, MemoryError) as error:
-        print(f"paraflash bench offline: error: {error}", file=sys.stderr)
-        return 2
-    except EngineDeadError as error:
-        print(f"paraflash bench offline: the engine ended: {error}", file=sys.stderr)
-        return 1
-    return 0
+    return exit_status("bench offline", lambda: _measure(args))
 
 
 def _measure(args: argparse.Namespace) -> None:

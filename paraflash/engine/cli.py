@@ -6,6 +6,7 @@ import argparse
 import json
 import logging
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -38,21 +39,31 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    from paraflash.engine.executor import EngineDeadError
     from paraflash.engine.sampling_params import SamplingParams
 
     logging.basicConfig(level=logging.WARNING, format="%(levelname)s %(message)s")
     names = ("n", "max_tokens", "min_tokens", "temperature", "top_p", "top_k", "min_p", "stop", "ignore_eos")
     penalties = ("presence_penalty", "frequency_penalty", "repetition_penalty")
-    try:
+
+    def work() -> None:
         prompts = _prompts(args)
-        params = SamplingParams(**{name: getattr(args, name) for name in (*names, *penalties)})
-        _generate(args, prompts, params)
+        _generate(args, prompts, SamplingParams(**{name: getattr(args, name) for name in (*names, *penalties)}))
+
+    return exit_status("generate", work)
+
+
+def exit_status(command: str, work: Callable[[], None]) -> int:
+    """Runs what a command does with an engine: 0, or one line on standard error and 2 for what cannot work, 1 for an
+    engine that ended, and 130 after a Ctrl-C."""
+    from paraflash.engine.executor import EngineDeadError
+
+    try:
+        work()
     except (ValueError, OSError, MemoryError) as error:
-        print(f"paraflash generate: error: {error}", file=sys.stderr)
+        print(f"paraflash {command}: error: {error}", file=sys.stderr)
         return 2
     except EngineDeadError as error:
-        print(f"paraflash generate: the engine ended: {error}", file=sys.stderr)
+        print(f"paraflash {command}: the engine ended: {error}", file=sys.stderr)
         return 1
     except KeyboardInterrupt:
         return 130

@@ -107,9 +107,8 @@ def _runs_ahead(config: EngineConfig) -> bool:
     """`config.device` is chosen. On the CPU ranks and scheduler share the cores: nothing is gained there."""
     if config.async_scheduling and config.check_caches:
         logger.warning("--async-scheduling is off: --check-caches looks at the caches between steps")
-    if config.async_scheduling is None:
-        return config.device == "cuda" and not config.check_caches
-    return config.async_scheduling and not config.check_caches
+    wanted = config.device == "cuda" if config.async_scheduling is None else config.async_scheduling
+    return wanted and not config.check_caches
 
 
 def _named(items: Iterable[Any]) -> str:

@@ -28,7 +28,7 @@ class RowGather:
         self.local = self.counts[group.rank]
         self.padded = max(self.counts)
         self.total = sum(self.counts)
-        self.full = group.size == 1 or all(c == self.padded for c in self.counts)
+        self._full = group.size == 1 or all(c == self.padded for c in self.counts)
 
     def pad(self, x: Tensor) -> Tensor:
         """x [counts[rank], ..] -> [padded, ..], zeros behind; the same shape on every rank."""
@@ -44,16 +44,14 @@ class RowGather:
             raise ValueError(f"{self.label}: {x.shape[0]} rows for a plan of {self.local}")
         if self.group.size == 1 or self.padded == 0:
             return done(x)
-        started = self.group.all_gather_start(self.pad(x), self.label)
-        return started if self.full else started.then(self.without_pads)
+        return self.group.all_gather_start(self.pad(x), self.label).then(self.without_pads)
 
     def reduce_scatter_start(self, x: Tensor) -> Started[Tensor]:
         """Inverse of `gather` with a sum, waited for later: x [total, ..], one summand a rank -> this rank's rows
         [counts[rank], ..]."""
         if self.group.size == 1 or self.padded == 0:
             return done(x)
-        started = self.group.reduce_scatter_start(x if self.full else self.with_pads(x), self.label)
-        return started if self.full else started.then(lambda rows: rows[: self.local])
+        return self.group.reduce_scatter_start(self.with_pads(x), self.label).then(lambda rows: rows[: self.local])
 
     def own(self, x: Tensor) -> Tensor:
         """This rank's rows [counts[rank], ..] of gathered ones [total, ..]."""
@@ -61,10 +59,14 @@ class RowGather:
 
     def without_pads(self, x: Tensor) -> Tensor:
         """x [size * padded, ..] -> [total, ..]."""
+        if self._full:
+            return x
         return torch.cat([part[:count] for part, count in zip(x.split(self.padded), self.counts, strict=True)])
 
     def with_pads(self, x: Tensor) -> Tensor:
         """x [total, ..] -> [size * padded, ..], zeros behind the rows of each rank."""
+        if self._full:
+            return x
         pads = x.new_zeros(self.padded - min(self.counts), *x.shape[1:])
         parts = zip(x.split(self.counts), self.counts, strict=True)
         return torch.cat([rows for part, count in parts for rows in (part, pads[: self.padded - count])])
@@ -115,21 +117,22 @@ class Trip:
     def __init__(self, rows: RowGather, parts: Sequence[Tensor]):
         """Starts to gather parts [counts[rank], ..]; `out` waits for each of them [total, ..]."""
         self._rows, self._copied = rows, None
-        if rows.group.size > 1 and rows.padded > 0:
+        if rows.group.copies is not None and rows.padded > 0:
             self._copied = rows.group.out_start([rows.pad(x) for x in parts], rows.label)
         self.out: Started[list[Tensor]]
         if self._copied is None:
             self.out = rows.gather_packed_start(*parts)
         else:
-            self.out = self._copied.then(lambda found: found if rows.full else [rows.without_pads(x) for x in found])
+            self.out = self._copied.then(lambda found: [rows.without_pads(x) for x in found])
 
     def back_start(self, x: Tensor) -> Started[list[Tensor]]:
         """x [total, ..], one summand a rank; waits for tensors [counts[rank], ..] that make up the sum, in order."""
         rows = self._rows
         if self._copied is None:
             return rows.reduce_scatter_start(x).then(lambda own: [own])
-        sent = rows.group.back_start(x if rows.full else rows.with_pads(x), rows.label)
-        return sent.then(lambda found: [part[: rows.local] for part in found])
+        return rows.group.back_start(rows.with_pads(x), rows.label).then(
+            lambda found: [part[: rows.local] for part in found]
+        )
 
 
 class Outbox:

@@ -165,9 +165,10 @@ class Group:
 
     def out_start(self, xs: Sequence[Tensor], label: str) -> Started[list[Tensor]] | None:
         """The first half of a round trip by copy engines: `all_gather` of each x [n, ..], waited for later; None where
-        it does not go by them. What comes is a view that the next trip writes over, and xs must not be written before.
+        they do not hold it. What comes is a view that the next trip writes over, and xs must not be written before.
         The next call is `back_start` of a tensor with as many rows."""
-        if self.copies is None or not self.copies.holds(sum(aligned(x.nbytes) for x in xs)):
+        assert self.copies is not None
+        if not self.copies.holds(sum(aligned(x.nbytes) for x in xs)):
             return None
         start = time.perf_counter()
         xs = [x.contiguous() for x in xs]

@@ -61,9 +61,8 @@ class OneRank:
         pass
 
 
-@contextmanager
-def started(folder: Path, **options: Any) -> Iterator[EngineCore]:
-    config = EngineConfig(
+def config_of(folder: Path, **options: Any) -> EngineConfig:
+    return EngineConfig(
         model=str(folder),
         **{
             "device": "cuda",
@@ -71,10 +70,14 @@ def started(folder: Path, **options: Any) -> Iterator[EngineCore]:
             "max_num_seqs": 8,
             "max_num_batched_tokens": 256,
             "num_gpu_blocks_override": 200,
-            "enable_prefix_caching": False,
             **options,
         },
     )
+
+
+@contextmanager
+def started(folder: Path, **options: Any) -> Iterator[EngineCore]:
+    config = config_of(folder, **{"enable_prefix_caching": False, **options})
     with mock.patch.object(engine, "Executor", OneRank):
         core = EngineCore(config)
     try:
@@ -171,16 +174,7 @@ def test_steps_made_ahead_give_the_same_tokens(tiny: Path) -> None:
     """In float32, through a worker process; how long a request is may differ, since the draw follows the steps."""
 
     def tokens(ahead: bool) -> dict[str, list[int]]:
-        config = EngineConfig(
-            model=str(tiny),
-            device="cuda",
-            **FP32,
-            kv_cache_dtype="bfloat16",
-            max_num_seqs=8,
-            max_num_batched_tokens=256,
-            num_gpu_blocks_override=200,
-            async_scheduling=ahead,
-        )
+        config = config_of(tiny, **FP32, kv_cache_dtype="bfloat16", async_scheduling=ahead)
         core = EngineCore(config)
         try:
             return generate(core, 8)
@@ -226,17 +220,8 @@ def test_a_pass_that_cannot_be_captured_runs_as_it_is(tiny: Path, caplog: pytest
 )
 def test_ranks_on_two_gpus_replay_their_collectives(tiny: Path, tp: int, pcp: int, runner: str) -> None:
     def tokens(**options: Any) -> tuple[dict[str, list[int]], list[Any]]:
-        config = EngineConfig(
-            model=str(tiny),
-            device="cuda",
-            dtype="bfloat16",
-            tensor_parallel_size=tp,
-            prefill_context_parallel_size=pcp,
-            max_num_seqs=8,
-            max_num_batched_tokens=256,
-            num_gpu_blocks_override=200,
-            **{"check_caches": True, **options},
-        )
+        sizes = {"tensor_parallel_size": tp, "prefill_context_parallel_size": pcp}
+        config = config_of(tiny, **{**sizes, "check_caches": True, **options})
         core = EngineCore(config, runner_factory=runner)
         try:
             found = generate(core, 6)

@@ -47,8 +47,8 @@ SPARE = SLOTS  # slot of no request
 NULL = np.zeros(1, np.int64)  # a block table of the null block alone
 BY_MEANING = re.compile(
     r"plan|windows\.(prior_slots|table|row_start|tail_rows|tail_slots)"
-    r"|entries\.\d\.(rows|positions|slots|own_slots|gather\.(counts|local|padded|total|full))"
-    r"|entries\.\d\.pairs\.(gather\.(counts|local|padded|total|full)|open_slots|send_rows|first|second)"
+    r"|entries\.\d\.(rows|positions|slots|own_slots|gather\.(counts|local|padded|total|_full))"
+    r"|entries\.\d\.pairs\.(gather\.(counts|local|padded|total|_full)|open_slots|send_rows|first|second)"
     r"|entries\.\d\.pairs\.(keep_rows|keep_slots)"
 )
 
